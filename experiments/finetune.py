@@ -8,9 +8,10 @@ OUT/adapter has the adapters alone in PEFT's format. A fine-tuned model predicts
 its documents better, so --retention=auto evicts more of them. --data=DIR trains
 on the contexts of LongBench instead.
 
-An interrupted run resumes from its last checkpoint, bit for bit, with the same
-flags. Twelve steps over 44,500 tokens take SmolLM2-135M about seven minutes on
-two cores.
+With --multihost, hosts that run the same command train on parts of each batch;
+all must see the folder OUT. An interrupted run resumes from its last
+checkpoint, bit for bit, with the same flags. Twelve steps over 44,500 tokens
+take SmolLM2-135M about seven minutes on two cores.
 """
 
 import dataclasses
@@ -23,12 +24,12 @@ from kvjax.errors import InputError
 from kvjax.experiments import cli
 from kvjax.experiments.finetuning import documents, training
 from kvjax.experiments.finetuning.tuner import Recipe, Tuner
-from kvjax.experiments.inputs import document_inputs, run_inputs
+from kvjax.experiments.inputs import document_inputs, host_inputs, run_inputs
 from kvjax.experiments.report import wording
-from kvjax.experiments.run import results
+from kvjax.experiments.run import multihost, results
 from kvjax.models import lora
 
-for module in (document_inputs, run_inputs):
+for module in (document_inputs, run_inputs, host_inputs):
   flags.adopt_module_key_flags(module)
 
 _SAMPLES = flags.DEFINE_integer(
@@ -97,6 +98,8 @@ def _check_length(lm: models.Pretrained) -> None:
 
 def main() -> None:
   """Fine-tunes, then writes adapters and model."""
+  host_inputs.start()
+  run_inputs.span_hosts()
   output = pathlib.Path(_OUTPUT.value).absolute()
   results.check_writable(output)
   texts, recipe = document_inputs.read(_SAMPLES.value), _recipe()
@@ -104,27 +107,31 @@ def main() -> None:
     run_inputs.check_batch()
     _check_length(lm)
     parts = documents.chunks(texts, lm.text, _LENGTH.value, training.QUERIES)
-    print(
+    host_inputs.console().print(
       f"{wording.count(len(texts), 'document')} of {sum(parts.lengths):,} "
       f"tokens in {wording.count(len(parts.lengths), 'chunk')}"
     )
-    output.mkdir(parents=True, exist_ok=True)
+    digest = documents.digest(parts)
+    multihost.check_same({"documents": digest})
     source = {
       "model": run_inputs.model_name(),
       "weights": results.digest(run_inputs.model_directory()),
       "dtype": run_inputs.dtype(),
-      "documents": documents.digest(parts),
+      "documents": digest,
       "length": _LENGTH.value,
     }
+    multihost.on_first(lambda: output.mkdir(parents=True, exist_ok=True))
     tuner = Tuner(output, lm, parts, recipe, source)
     tuner.run()
     adapter = output / "adapter"
-    adapter.mkdir(exist_ok=True)
     base = str(run_inputs.model_directory())
     lora.write_adapter(tuner.state.params, lm.config, adapter, base)
     model, params = tuner.merged()
     models.save(dataclasses.replace(lm, model=model, params=params), output)
-  print(f"The finetuned model is in {output}, its adapters in {adapter}.")
+  host_inputs.console().print(
+    f"The finetuned model is in {output}, its adapters in {adapter}.",
+    soft_wrap=True,
+  )
 
 
 if __name__ == "__main__":

@@ -17,6 +17,24 @@ def spanned() -> bool:
   return not mesh.empty and mesh.is_multi_process
 
 
+def writes(tree: PyTree) -> bool:
+  """Whether this host writes the arrays of a tree to files.
+
+  Every host writes arrays of its own. Of arrays that are spread over the
+  devices of several hosts, the first host does, once all have called `read`.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> from kvjax.hosts import writes
+    >>> writes({"counts": jnp.ones(2)})
+    True
+  """
+  return jax.process_index() == 0 or all(
+    not isinstance(leaf, jax.Array) or leaf.is_fully_addressable
+    for leaf in jax.tree.leaves(tree)
+  )
+
+
 def read(tree: PyTree) -> Any:
   """Copies arrays to this host, as arrays of NumPy.
 

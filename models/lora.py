@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from kvjax import files
 from kvjax.errors import InputError
-from kvjax.hosts import read
+from kvjax.hosts import read, writes
 from kvjax.models.config import DecoderConfig
 from kvjax.models.decoder import Decoder, get_kernel
 from kvjax.models.json_files import write_json
@@ -130,10 +130,13 @@ def write_adapter(
 ) -> None:
   """Saves adapters in the format of PEFT's `PeftModel.from_pretrained`.
 
+  If they are spread over several hosts, all of them must call it, and the first
+  one writes.
+
   Args:
     adapter: the first result of `split`.
     config: configuration of the base model.
-    directory: an existing directory.
+    directory: the directory, which is created if it does not exist.
     base: name or directory of the base model.
 
   Raises:
@@ -162,6 +165,9 @@ def write_adapter(
       )
     modules.add(names[-1])
     rank = leaf.shape[-1] if name == "lora_A" else rank
+  if not writes(adapter):
+    return
+  directory.mkdir(parents=True, exist_ok=True)
   metadata = {"format": "pt"}
   files.write_bytes(
     directory / "adapter_model.safetensors",

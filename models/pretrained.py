@@ -15,6 +15,7 @@ from flax import nnx
 from kvjax import files
 from kvjax.engine.sampling import GREEDY, Sampling
 from kvjax.errors import InputError
+from kvjax.hosts import writes
 from kvjax.models.chat import Chat, as_budget
 from kvjax.models.config import DecoderConfig
 from kvjax.models.decoder import Decoder
@@ -187,6 +188,9 @@ def save(
   config.json last, so that what is half moved is no model. Existing files with
   these names, and old weights in any format, are replaced; other files stay.
 
+  If weights are spread over several hosts, all of them must call it, and the
+  first one writes.
+
   Args:
     pretrained: the model; weights keep their dtype.
     directory: the directory, which is created if it does not exist.
@@ -229,6 +233,9 @@ def _save(
   max_shard_bytes: int,
   format: str,
 ) -> None:
+  if format == "safetensors" and not writes(pretrained.params):
+    write_weights(pretrained.params, pretrained.config, None, max_shard_bytes)
+    return
   directory.mkdir(parents=True, exist_ok=True)
   # On the same file system, where moving a file is a rename.
   with tempfile.TemporaryDirectory(

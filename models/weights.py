@@ -73,17 +73,24 @@ def read_weights(
 def write_weights(
   params: nnx.State,
   config: DecoderConfig,
-  directory: pathlib.Path,
+  directory: pathlib.Path | None,
   max_shard_bytes: int = 5_000_000_000,
 ) -> None:
   """Writes weights in the format that `read_weights` reads.
 
+  If they are spread over several hosts, all of them must call it.
+
   Args:
     params: the decoder's state; dtypes are kept.
     config: configuration of the decoder.
-    directory: an existing directory.
+    directory: an existing directory; None on hosts that only have parts of
+      what another one writes.
     max_shard_bytes: larger weights are written as several files and an index;
       a single tensor is never split.
+
+  Raises:
+    InputError: a file cannot be written.
+    OSError: likewise.
   """
   leaves = jax.tree_util.tree_flatten_with_path(params)[0]
   whole: dict[str, list[_Part]] = {}
@@ -93,16 +100,34 @@ def write_weights(
   # Sorted by layer, so that a layer is in as few files as possible.
   parts = sorted(whole.values(), key=lambda parts: _layer(parts[0].piece))
   shards = list(_shards(parts, max_shard_bytes))
-  if len(shards) == 1:
-    _write_shard(shards[0], directory / SINGLE)
+  names = [SINGLE]
+  if len(shards) > 1:
+    count = len(shards)
+    names = [
+      f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)
+    ]
+  failure: OSError | InputError | None = None
+  for name, shard in zip(names, shards, strict=True):
+    # All hosts, to the end: the others would wait for one that stops.
+    tensors = {parts[0].piece.name: _whole(parts) for parts in shard}
+    if directory is not None and failure is None:
+      try:
+        _write_shard(tensors, directory / name)
+      except (OSError, InputError) as error:
+        failure = error
+  if failure is not None:
+    raise failure
+  if directory is None or len(shards) == 1:
     return
-  weight_map: dict[str, str] = {}
-  for number, shard in enumerate(shards, start=1):
-    name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-    _write_shard(shard, directory / name)
-    weight_map |= {parts[0].piece.name: name for parts in shard}
   total = sum(leaf.nbytes for _, leaf in leaves)
-  index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+  index = {
+    "metadata": {"total_size": total},
+    "weight_map": {
+      parts[0].piece.name: name
+      for name, shard in zip(names, shards, strict=True)
+      for parts in shard
+    },
+  }
   write_json(directory / INDEX, index)
 
 
@@ -259,15 +284,16 @@ def _whole(parts: Sequence[_Part]) -> np.ndarray:
   return tensor
 
 
-def _write_shard(shard: Sequence[list[_Part]], path: pathlib.Path) -> None:
-  tensors = {parts[0].piece.name: _whole(parts) for parts in shard}
+def _write_shard(
+  tensors: Mapping[str, Shaped[np.ndarray, "..."]], path: pathlib.Path
+) -> None:
   with files.replacing(path) as unfinished:
     unfinished.touch()
     permissions = unfinished.stat().st_mode
     try:
       # Without this entry transformers refuses the file.
       safetensors.numpy.save_file(
-        tensors, unfinished, metadata={"format": "pt"}
+        dict(tensors), unfinished, metadata={"format": "pt"}
       )
     except safetensors.SafetensorError as error:
       raise InputError(

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
@@ -15,7 +16,7 @@ from kvjax import files
 from kvjax.errors import InputError
 from kvjax.experiments.finetuning import documents, training
 from kvjax.experiments.reference.progress import Checkpoints, Progress
-from kvjax.experiments.run import typed_records
+from kvjax.experiments.run import multihost, typed_records
 from kvjax.experiments.run.claiming import claim
 from kvjax.experiments.run.progress_bar import step_bar
 from kvjax.models import lora
@@ -24,6 +25,7 @@ from kvjax.models.language_model import DecoderModel
 from kvjax.models.pretrained import Pretrained
 from kvjax.prompts import Prompts
 
+_RUN = "run.json"
 _SAVE_EVERY = 100
 # Steps between reads of the loss; reading waits for the asynchronous step.
 _SHOW_EVERY = 5
@@ -68,7 +70,8 @@ class Tuner:
     """Resumes from the last checkpoint in `output`, or starts fresh.
 
     Args:
-      output: an existing folder for checkpoints and the log.
+      output: an existing folder for checkpoints and the log, which all hosts
+        see.
       lm: the model; on a mesh, with the mesh in context.
       parts: chunks of the documents, see `documents.chunks`.
       recipe: the hyperparameters.
@@ -87,15 +90,22 @@ class Tuner:
     self._epoch_steps = documents.steps_per_epoch(parts, recipe.batch)
     steps = recipe.epochs * self._epoch_steps
     self._schedule = training.Schedule(recipe.learning_rate, steps)
-    claim(output / "run.json", dict(source) | dataclasses.asdict(recipe))
-    moments = training.optimizer(self._schedule).init(adapter)
+    settings = dict(source) | dataclasses.asdict(recipe)
+    multihost.on_first(lambda: claim(output / _RUN, settings))
+    if not is_present(output / _RUN):
+      raise InputError(
+        f"{output} is not the same folder on all hosts, which write parts of "
+        "checkpoints there; choose an --output that all of them see."
+      )
+    # Compiled, so that its counters are on all hosts' devices, too.
+    moments = jax.jit(training.optimizer(self._schedule).init)(adapter)
     self._checkpoints = Checkpoints(output / "checkpoints")
     self.state = self._checkpoints.latest(Progress.fresh(adapter, moments))
     self._log_path = output / "log.jsonl"
 
   def run(self) -> None:
     """Takes the remaining steps, with a log line per epoch."""
-    self._drop_log_lines()
+    multihost.on_first(self._drop_log_lines)
     if self.state.total == 0:
       self._log()
     left = range(self.state.total, self._schedule.steps)
@@ -153,8 +163,10 @@ class Tuner:
     return float(np.sum(sums) / foretold.sum())
 
   def _log(self) -> None:
-    """Appends a line of progress to the log and prints it."""
+    """Measures, appends a line of progress to the log, and prints it."""
     epoch, nll = self.state.total // self._epoch_steps, self._nll()
+    if not multihost.is_first():
+      return
     record = {
       "epoch": epoch,
       "steps": self.state.total,

@@ -104,6 +104,23 @@ def loaded() -> Iterator[tuple[models.Pretrained, int]]:
       yield models.load(MODEL.value, dtype(), mesh), mesh.size
 
 
+def span_hosts() -> None:
+  """Lets the mesh span all hosts: along "data", unless --mesh says how.
+
+  Raises:
+    InputError: the mesh has devices of one host.
+  """
+  if multihost.count() == 1:
+    return
+  if _MESH.value is None:
+    flags.FLAGS["mesh"].value = f"data:{jax.device_count()}"
+  elif not parse_mesh(_MESH.value).is_multi_process:
+    raise InputError(
+      f"--mesh={_MESH.value} has devices of one host, and this program works "
+      f"on all hosts together; give a mesh of all {jax.device_count()} devices."
+    )
+
+
 @contextlib.contextmanager
 def chosen_kernels() -> Iterator[None]:
   """Runs the kernels that --kernels asks for."""

@@ -159,6 +159,16 @@ def from_first(make: Callable[[], bytes]) -> bytes:
   return gather(make() if is_first() else b"")[0]
 
 
+def on_first(act: Callable[[], None]) -> None:
+  """Calls a function on the first host; the others wait for it."""
+
+  def acted() -> bytes:
+    act()
+    return b""
+
+  from_first(acted)
+
+
 def share[Item, Result](
   items: Sequence[Item],
   work: Callable[[Item], Iterator[list[Result]]],

@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import socket
 import subprocess
 import sys
 
@@ -123,3 +124,10 @@ def hybrid():
 @pytest.fixture(scope="session")
 def tiny(tiny_directory):
   return models.load(tiny_directory, "float32")
+
+
+@pytest.fixture
+def port():
+  with socket.socket() as free:
+    free.bind(("127.0.0.1", 0))
+    return free.getsockname()[1]

@@ -2,45 +2,16 @@
 
 import json
 import os
-import re
 import shutil
 import signal
-import socket
-import subprocess
-import sys
 import time
 
 import pytest
+from two_hosts import start
 
 from kvjax.experiments.run import multihost
 
 HOST_FLAGS = ("--coordinator=127.0.0.1:9", "--hosts=2", "--host=1")
-
-
-def start(*arguments, host, port, output, cwd=None, program="evaluate"):
-  """Starts a host of two, with two CPU devices each."""
-  devices = re.sub(
-    "device_count=[0-9]+", "device_count=2", os.environ["XLA_FLAGS"]
-  )
-  return subprocess.Popen(
-    [
-      *(sys.executable, "-m", f"kvjax.experiments.{program}", *arguments),
-      *("--multihost", f"--coordinator=127.0.0.1:{port}"),
-      *("--hosts=2", f"--host={host}", f"--output={output}"),
-    ],
-    cwd=cwd,
-    env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": devices},
-    stdout=subprocess.PIPE,
-    stderr=subprocess.PIPE,
-    text=True,
-  )
-
-
-@pytest.fixture
-def port():
-  with socket.socket() as free:
-    free.bind(("127.0.0.1", 0))
-    return free.getsockname()[1]
 
 
 def answers(output):

@@ -1,0 +1,121 @@
+"""Two hosts train together what one trains; a lost one is made up for."""
+
+import json
+import signal
+import time
+
+import numpy as np
+import pytest
+import safetensors.numpy
+from two_hosts import start
+
+FLAGS = ("--length=48", "--epochs=2", "--rank=2", "--batch=4")
+
+
+@pytest.fixture
+def documents(tmp_path):
+  folder = tmp_path / "documents"
+  folder.mkdir()
+  for number in range(3):
+    text = f"File {number} is read when the others have been closed. " * 9
+    (folder / f"{number}.txt").write_text(text)
+  return folder
+
+
+def both(*arguments, **options):
+  hosts = [
+    start(*FLAGS, *arguments, host=host, program="finetune", **options)
+    for host in range(2)
+  ]
+  return hosts, [process.communicate(timeout=300) for process in hosts]
+
+
+def log(output):
+  """Lines of the log without their times."""
+  lines = map(json.loads, (output / "log.jsonl").read_text().splitlines())
+  return [{**line, "seconds": 0} for line in lines]
+
+
+def assert_same(output, expected):
+  """Sums in another order differ in their last digits."""
+  for ours, theirs in zip(log(output), log(expected), strict=True):
+    assert ours == theirs | {"nll": pytest.approx(theirs["nll"], rel=1e-5)}
+  for name in ("model.safetensors", "adapter/adapter_model.safetensors"):
+    found, wanted = (
+      safetensors.numpy.load_file(folder / name)
+      for folder in (output, expected)
+    )
+    assert found.keys() == wanted.keys()
+    for tensor, value in wanted.items():
+      np.testing.assert_allclose(found[tensor], value, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [(), ("--mesh=data:2,model:2",)])
+def test_two_hosts_train_what_one_trains(
+  run_binary, tiny_directory, documents, tmp_path, port, mesh
+):
+  given = (f"--model={tiny_directory}", f"--documents={documents}")
+  one, two = tmp_path / "one", tmp_path / "two"
+  hosts, ended = both(*given, *mesh, port=port, output=two)
+  assert [process.returncode for process in hosts] == [0, 0], ended
+  alone = run_binary(
+    "kvjax.experiments.finetune", *FLAGS, *given, f"--output={one}"
+  )
+  assert alone.returncode == 0, alone.stderr
+  assert_same(two, one)
+  assert len(log(one)) == 3
+  assert "The finetuned model is in" in ended[0][0]
+  assert "finetuned" not in ended[1][0]
+
+
+@pytest.mark.slow
+def test_training_that_has_lost_a_host_goes_on(
+  run_binary, tiny_directory, documents, tmp_path, port
+):
+  given = (f"--model={tiny_directory}", f"--documents={documents}")
+  one, two = tmp_path / "one", tmp_path / "two"
+  hosts = [
+    start(
+      *(*FLAGS, *given, "--epochs=12"),
+      **{"host": host, "port": port, "output": two, "program": "finetune"},
+    )
+    for host in range(2)
+  ]
+  # Orbax names what is complete by the number alone.
+  while not any(path.name.isdecimal() for path in two.glob("checkpoints/*")):
+    time.sleep(0.05)
+    assert hosts[0].poll() is None, hosts[0].communicate()
+  hosts[1].send_signal(signal.SIGKILL)
+  ended = [process.communicate(timeout=300) for process in hosts]
+  assert hosts[0].returncode not in (0, 2), ended
+  done = len(log(two))
+  assert 1 < done < 13
+  again, ended = both(*given, "--epochs=12", port=port, output=two)
+  assert [process.returncode for process in again] == [0, 0], ended
+  assert "epoch 1 of" not in ended[0][0]
+  run_binary(
+    *("kvjax.experiments.finetune", *FLAGS, *given, "--epochs=12"),
+    f"--output={one}",
+  )
+  assert len(log(two)) == 13
+  for ours, theirs in zip(log(two), log(one), strict=True):
+    assert ours == theirs | {"nll": pytest.approx(theirs["nll"], rel=1e-3)}
+
+
+@pytest.mark.slow
+def test_hosts_that_cannot_train_together_are_told_why(
+  tiny_directory, documents, tmp_path, port
+):
+  given = (f"--model={tiny_directory}", f"--documents={documents}")
+  for flag, sentence in (
+    (
+      "--mesh=data:2",
+      "--mesh=data:2 has devices of one host, and this program",
+    ),
+    ("--batch=3", "--batch=3 is no multiple of 4, the size of the axis 'data'"),
+  ):
+    hosts, ended = both(*given, flag, port=port, output=tmp_path / "two")
+    assert [process.returncode for process in hosts] == [2, 2], ended
+    assert sentence in ended[0][1]
+    assert "Traceback" not in ended[0][1] + ended[1][1]
