@@ -115,7 +115,7 @@ def main() -> None:
     multihost.check_same({"documents": digest})
     source = {
       "model": run_inputs.model_name(),
-      "weights": results.digest(run_inputs.model_directory()),
+      "weights": run_inputs.settings().weights,
       "dtype": run_inputs.dtype(),
       "documents": digest,
       "length": _LENGTH.value,
@@ -126,8 +126,11 @@ def main() -> None:
     adapter = output / "adapter"
     base = str(run_inputs.model_directory())
     lora.write_adapter(tuner.state.params, lm.config, adapter, base)
+    # The others wait for the first one, and hear if it cannot write.
+    multihost.gather(b"")
     model, params = tuner.merged()
     models.save(dataclasses.replace(lm, model=model, params=params), output)
+    multihost.gather(b"")
   host_inputs.console().print(
     f"The finetuned model is in {output}, its adapters in {adapter}.",
     soft_wrap=True,

@@ -17,6 +17,14 @@ def spanned() -> bool:
   return not mesh.empty and mesh.is_multi_process
 
 
+def spread(tree: PyTree) -> bool:
+  """Whether arrays of a tree are on devices of several hosts."""
+  return any(
+    isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
+    for leaf in jax.tree.leaves(tree)
+  )
+
+
 def writes(tree: PyTree) -> bool:
   """Whether this host writes the arrays of a tree to files.
 
@@ -29,10 +37,7 @@ def writes(tree: PyTree) -> bool:
     >>> writes({"counts": jnp.ones(2)})
     True
   """
-  return jax.process_index() == 0 or all(
-    not isinstance(leaf, jax.Array) or leaf.is_fully_addressable
-    for leaf in jax.tree.leaves(tree)
-  )
+  return jax.process_index() == 0 or not spread(tree)
 
 
 def read(tree: PyTree) -> Any:

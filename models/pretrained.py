@@ -15,7 +15,7 @@ from flax import nnx
 from kvjax import files
 from kvjax.engine.sampling import GREEDY, Sampling
 from kvjax.errors import InputError
-from kvjax.hosts import writes
+from kvjax.hosts import spread, writes
 from kvjax.models.chat import Chat, as_budget
 from kvjax.models.config import DecoderConfig
 from kvjax.models.decoder import Decoder
@@ -236,11 +236,17 @@ def _save(
   if format == "safetensors" and not writes(pretrained.params):
     write_weights(pretrained.params, pretrained.config, None, max_shard_bytes)
     return
-  directory.mkdir(parents=True, exist_ok=True)
-  # On the same file system, where moving a file is a rename.
-  with tempfile.TemporaryDirectory(
-    prefix=f"{directory.name}.", dir=directory.parent
-  ) as scratch:
+  try:
+    directory.mkdir(parents=True, exist_ok=True)
+    # On the same file system, where moving a file is a rename.
+    temporary = tempfile.TemporaryDirectory(
+      prefix=f"{directory.name}.", dir=directory.parent
+    )
+  except OSError:
+    if spread(pretrained.params):  # The other hosts wait for this one's parts.
+      write_weights(pretrained.params, pretrained.config, None, max_shard_bytes)
+    raise
+  with temporary as scratch:
     complete = pathlib.Path(scratch)
     if format == "orbax":
       write_checkpoint(pretrained.params, complete)

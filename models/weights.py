@@ -16,7 +16,7 @@ from jaxtyping import PyTree, Shaped
 
 from kvjax import files
 from kvjax.errors import InputError
-from kvjax.hosts import read
+from kvjax.hosts import read, spread
 from kvjax.models.config import DecoderConfig
 from kvjax.models.json_files import write_json
 from kvjax.models.tensor_files import INDEX, SINGLE, Tensors
@@ -114,7 +114,10 @@ def write_weights(
       try:
         _write_shard(tensors, directory / name)
       except (OSError, InputError) as error:
+        if not spread(params):
+          raise
         failure = error
+    del tensors
   if failure is not None:
     raise failure
   if directory is None or len(shards) == 1:

@@ -10,9 +10,10 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
-from kvjax import files
+from kvjax import files, hosts
 from kvjax.errors import InputError
 from kvjax.experiments.finetuning import documents, training
 from kvjax.experiments.reference.progress import Checkpoints, Progress
@@ -97,8 +98,11 @@ class Tuner:
         f"{output} is not the same folder on all hosts, which write parts of "
         "checkpoints there; choose an --output that all of them see."
       )
-    # Compiled, so that its counters are on all hosts' devices, too.
-    moments = jax.jit(training.optimizer(self._schedule).init)(adapter)
+    # Where one host refuses, the others must not go on.
+    multihost.gather(b"")
+    moments = training.optimizer(self._schedule).init(adapter)
+    if hosts.spanned():
+      moments = jax.tree.map(_on_all_hosts, moments)
     self._checkpoints = Checkpoints(output / "checkpoints")
     self.state = self._checkpoints.latest(Progress.fresh(adapter, moments))
     self._log_path = output / "log.jsonl"
@@ -165,8 +169,6 @@ class Tuner:
   def _log(self) -> None:
     """Measures, appends a line of progress to the log, and prints it."""
     epoch, nll = self.state.total // self._epoch_steps, self._nll()
-    if not multihost.is_first():
-      return
     record = {
       "epoch": epoch,
       "steps": self.state.total,
@@ -174,12 +176,14 @@ class Tuner:
       "seconds": round(self.state.seconds, 1),
       "nll": nll,
     }
-    files.append(self._log_path, f"{json.dumps(record)}\n".encode())
-    print(
-      f"epoch {epoch} of {self._recipe.epochs}: {nll:.3f} nats per token, "
-      f"{self.state.seconds:.0f} s",
-      flush=True,
-    )
+    line = f"{json.dumps(record)}\n".encode()
+    multihost.on_first(lambda: files.append(self._log_path, line))
+    if multihost.is_first():
+      print(
+        f"epoch {epoch} of {self._recipe.epochs}: {nll:.3f} nats per token, "
+        f"{self.state.seconds:.0f} s",
+        flush=True,
+      )
 
   def _drop_log_lines(self) -> None:
     """Drops log lines that a killed run wrote after its last checkpoint.
@@ -210,3 +214,11 @@ class Tuner:
       ) from error
     steps: int = fields["steps"]
     return steps
+
+
+def _on_all_hosts(leaf: Array) -> Array:
+  """Puts a counter to the devices of all hosts; other arrays are there."""
+  if leaf.ndim:
+    return leaf
+  mesh = jax.sharding.get_mesh()
+  return jax.device_put(leaf, NamedSharding(mesh, PartitionSpec()))

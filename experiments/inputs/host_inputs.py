@@ -97,7 +97,12 @@ def start() -> None:
 
 def console() -> rich.console.Console:
   """Returns a console that only the first host writes to."""
-  return rich.console.Console(highlight=False, quiet=not multihost.is_first())
+  return rich.console.Console(
+    highlight=False,
+    markup=False,
+    emoji=False,
+    quiet=not multihost.is_first(),
+  )
 
 
 def _give_up() -> None:

@@ -1,7 +1,6 @@
 """Qwen3 of jax-ml/bonsai."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +36,7 @@ def from_bonsai(
 
   Written against commit 12bb742 of bonsai (`bonsai.models.qwen3`), whose
   projections have kernels [E, N, D] and [N, D, E]; of earlier commits, which
-  call these `w`, only those that embed by `nnx.Embed`. It is not imported.
+  call these `w`, only those that embed by `nnx.Embed`. bonsai is not imported.
 
   Args:
     model: a `Qwen3`.
@@ -83,14 +82,15 @@ def _kernel(params: Parameters, path: str) -> str:
 
 def _epsilon(model: nnx.Module) -> float:
   """Epsilon of all norms."""
-  own: Any = model
-  try:
-    return float(own.final_norm.norm_eps)
-  except AttributeError:
-    raise InputError(
-      "from_bonsai takes a Qwen3 of bonsai.models.qwen3, with a final_norm "
-      f"that has norm_eps; this is a {type(model).__name__} without it."
-    ) from None
+  norm = getattr(model, "final_norm", None)
+  # Older commits have a class of their own.
+  for name in ("epsilon", "norm_eps"):
+    if hasattr(norm, name):
+      return float(getattr(norm, name))
+  raise InputError(
+    "from_bonsai takes a Qwen3 of bonsai.models.qwen3, whose final_norm has an "
+    f"epsilon; this is a {type(model).__name__} without it."
+  )
 
 
 def _config(

@@ -59,7 +59,8 @@ def bonsai_model(name, kernel="kernel"):
     return module(attn=module(**attention), mlp=module(**mlp), **norms)
 
   final_norm = param("scale", "model.norm.weight")
-  final_norm.norm_eps = config.rms_norm_eps
+  epsilon = "epsilon" if kernel == "kernel" else "norm_eps"
+  setattr(final_norm, epsilon, config.rms_norm_eps)
   return module(
     embedder=param("embedding", "model.embed_tokens.weight"),
     layers=nnx.List([layer(number) for number in range(config.num_layers)]),
