@@ -23,6 +23,7 @@ from kvjax.experiments.tasks import niah
 from kvjax.experiments.tasks.sample import Sample
 from kvjax.hosts import read
 from kvjax.models.pretrained import Pretrained
+from kvjax.struct import tree_bytes
 
 # Called with the task and the number of new measurements.
 OnNew = Callable[[str, int], None]
@@ -299,12 +300,12 @@ def _likelihoods(
   rows: Sequence[Question],
   shape: Shape,
 ) -> Float[np.ndarray, "P B"]:
-  """Computes the NLL of the answers per cache, in groups of equal sizes."""
+  """Computes the NLL of the answers per cache, many together."""
   asked = [one.prompt.question for one in rows]
   questions = kvjax.Prompts.of(asked, shape.question)
   answers = kvjax.Prompts.of([one.answer for one in rows])
   measurements = np.empty((len(caches), len(rows)))
-  for group in kvjax.group_caches(caches):
+  for group in kvjax.group_caches(caches, tree_bytes(lm.params)):
     times = len(group)
     values = kvjax.answer_nll(
       lm.model,

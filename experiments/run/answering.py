@@ -20,6 +20,7 @@ from kvjax.experiments.run.prompting import Prompt, Prompted, Shape
 from kvjax.models.pretrained import Pretrained
 from kvjax.placement import HOST
 from kvjax.prompts import bucket
+from kvjax.struct import tree_bytes
 
 
 class TokenCounts(NamedTuple):
@@ -125,10 +126,11 @@ def replies(
 ) -> Iterator[list[Reply]]:
   """Prefills a batch once and generates answers from each candidate's cache.
 
-  Caches of equal sizes decode as one batch. A candidate that prefills in blocks
-  has its own prefill; one that evicts while decoding has its own batch. Each
-  question sees the compressed context or, if turns stay in the cache, the cache
-  after the previous turn.
+  Caches of equal sizes decode as one batch, and smaller ones with them unless
+  their empty slots would take more memory than the weights. A candidate that
+  prefills in blocks has its own prefill; one that evicts while decoding has its
+  own batch. Each question sees the compressed context or, if turns stay in the
+  cache, the cache after the previous turn.
 
   Args:
     lm: the model.
@@ -164,7 +166,9 @@ def replies(
 
   turns = max(len(prompts) for prompts in contexts)
   stays = contexts[0][0].stays
-  for group in kvjax.group_caches(caches):
+  # A conversation's cache has its own size, which is reported.
+  padding = 0 if stays else tree_bytes(lm.params)
+  for group in kvjax.group_caches(caches, padding):
     cache = kvjax.stack([caches[i] for i in group])
     logits = jnp.concatenate([prefilled[i].logits for i in group])
     places = range(0, len(logits), shape.rows)
@@ -184,13 +188,16 @@ def replies(
       elapsed = time.monotonic() - began
       seconds.answer += elapsed
       logging.info("Answered from %d caches in %.1f s", len(group), elapsed)
-      allocated = (
-        cache.nbytes
+      decoding = _decoding(lm, prompts_of_turn)
+      # Of each cache alone: joined, the smaller ones have empty slots.
+      allocated = [
+        cache.nbytes // len(group)
         if stays
         else kvjax.decoding_nbytes(
-          lm.model, cache, shape.question, _decoding(lm, prompts_of_turn)
+          lm.model, caches[index], shape.question, decoding
         )
-      )
+        for index in group
+      ]
       yield [
         Reply(
           candidates[index],
@@ -208,12 +215,14 @@ def replies(
           caches[index].nbytes_by_memory[HOST] // shape.rows,
           ids := answers[place + row],
           lm.text.decode(ids),
-          allocated // len(logits),
+          own_nbytes // shape.rows,
           None
           if counts.kept_globally is None
           else float(counts.kept_globally[place + row]),
         )
-        for place, index in zip(places, group, strict=True)
+        for place, index, own_nbytes in zip(
+          places, group, allocated, strict=True
+        )
         for row, prompts in enumerate(contexts)
         if turn < len(prompts)
       ]

@@ -70,6 +70,16 @@ class Layer(abc.ABC):
   def grow(self, extra: int) -> Self:
     """Adds `extra` empty slots for appended tokens."""
 
+  def match(self, other: "Layer") -> Self:
+    """Grows to the sizes of another layer of its kind, where these are larger.
+
+    What cannot grow stays as it is.
+    """
+    if self.capacity is None or other.capacity is None:
+      return self
+    extra = other.capacity - self.capacity
+    return self.grow(extra) if extra > 0 else self
+
   @abc.abstractmethod
   def append(self, activations: Activations, index: Index = None) -> Self:
     """Appends a block; there must be room for it."""

@@ -92,6 +92,18 @@ class Cache:
     )
     return dataclasses.replace(self, stacks=stacks)
 
+  def match(self, other: "Cache") -> "Cache":
+    """Grows to the sizes of another cache, if `stack` can join them then.
+
+    Args:
+      other: a cache with stacks of the same layers and kinds, not smaller.
+    """
+    stacks = tuple(
+      shard_stack(own.match(its)) if type(own) is type(its) else own
+      for own, its in zip(self.stacks, other.stacks, strict=True)
+    )
+    return dataclasses.replace(self, stacks=stacks)
+
   @property
   def lengths(self) -> Int[Array, "L B K"]:
     """Number of tokens per layer with a cache, row and KV head.
@@ -132,7 +144,7 @@ _num_attended = jax.jit(lambda stack: stack.num_attended)
 def _join_key(cache: Cache) -> Any:
   """A hashable key that is equal for caches that `stack` can join."""
 
-  def shape(leaf: Array, axis: int) -> Any:
+  def shape(leaf: Array | jax.ShapeDtypeStruct, axis: int) -> Any:
     return leaf.shape[:axis], leaf.shape[axis + 1 :], jnp.dtype(leaf.dtype)
 
   rows = (cache.next_positions, cache.protected)
@@ -146,8 +158,20 @@ def _join_key(cache: Cache) -> Any:
   )
 
 
-def group_caches(caches: Sequence[Cache]) -> list[list[int]]:
+def group_caches(
+  caches: Sequence[Cache], padding_nbytes: int = 0
+) -> list[list[int]]:
   """Groups caches that `stack` can join, and returns their indices.
+
+  Caches of equal sizes share a group. With `padding_nbytes`, smaller ones of
+  the same kind join a larger one, too, unless this adds more empty slots than
+  that. The bytes of the weights are a good limit: every group reads them in
+  each step of decoding, and is compiled.
+
+  Args:
+    caches: the caches.
+    padding_nbytes: bytes that all caches of some sizes may grow by to join
+      larger ones.
 
   Examples:
     >>> import kvjax
@@ -159,18 +183,46 @@ def group_caches(caches: Sequence[Cache]) -> list[list[int]]:
     >>> caches, _ = kvjax.sweep(model, model.init(), prompts, plans)
     >>> kvjax.group_caches(caches)
     [[0, 2], [1]]
+    >>> kvjax.group_caches(caches, padding_nbytes=1000)
+    [[0, 1, 2]]
   """
-  groups: dict[Any, list[int]] = {}
+  equal: dict[Any, list[int]] = {}
   for index, cache in enumerate(caches):
-    groups.setdefault(_join_key(cache), []).append(index)
-  return list(groups.values())
+    equal.setdefault(_join_key(cache), []).append(index)
+  if not padding_nbytes:
+    return list(equal.values())
+  groups: list[list[int]] = []
+  # The largest first, so that each is followed by those that may join it.
+  for alike in sorted(equal.values(), key=lambda g: -caches[g[0]].nbytes):
+    smaller = caches[alike[0]]
+    for group in groups:
+      larger = caches[group[0]]
+      grown = _matched(smaller, larger)
+      if grown is None:
+        continue
+      if (grown.nbytes - smaller.nbytes) * len(alike) <= padding_nbytes:
+        group += alike
+        break
+    else:
+      groups.append(list(alike))
+  return sorted(map(sorted, groups))
+
+
+def _matched(smaller: Cache, larger: Cache) -> Cache | None:
+  """The shapes of a cache that is grown to another; None if it cannot be."""
+  if len(smaller.stacks) != len(larger.stacks):
+    return None
+  grown: Cache = jax.eval_shape(Cache.match, smaller, larger)
+  return grown if _join_key(grown) == _join_key(larger) else None
 
 
 def stack(caches: Sequence[Cache]) -> Cache:
-  """Joins caches of equal sizes along the batch, to decode them together.
+  """Joins caches along the batch, to decode them together.
+
+  Smaller caches grow to the largest.
 
   Raises:
-    InputError: there is none, or their layers differ in kind or size.
+    InputError: there is none, or their layers differ in kind or in other sizes.
 
   Examples:
     >>> import kvjax
@@ -183,12 +235,28 @@ def stack(caches: Sequence[Cache]) -> Cache:
     >>> kvjax.stack([cache, cache]).next_positions.tolist()
     [4, 2, 4, 2]
   """
-  if not caches or any(_join_key(c) != _join_key(caches[0]) for c in caches):
-    raise InputError(
-      "Only caches whose layers have equal capacities, and that evict by the "
-      "same plan while decoding, can be joined; group them with "
-      "kvjax.group_caches."
-    )
+  if len(caches) == 1:
+    return caches[0]
+  if caches:
+    largest = max(caches, key=lambda cache: cache.nbytes)
+    if all(_fits(cache, largest) for cache in caches):
+      return _join(tuple(caches), largest)
+  raise InputError(
+    "Only caches whose layers are of the same kinds, and that evict by the "
+    "same plan while decoding, can be joined; group them with "
+    "kvjax.group_caches."
+  )
+
+
+def _fits(cache: Cache, largest: Cache) -> bool:
+  key = _join_key(largest)
+  return _join_key(cache) == key or _matched(cache, largest) is not None
+
+
+# One program, since operations one by one would each be compiled.
+@jax.jit
+def _join(caches: tuple[Cache, ...], largest: Cache) -> Cache:
+  """Joins caches, which grow to the sizes of `largest`."""
 
   def join(*leaves: Array) -> Array:
     if leaves[0].ndim == 1:  # cursors: all rows continue after the fullest
@@ -198,9 +266,7 @@ def stack(caches: Sequence[Cache]) -> Cache:
   def join_rows(*leaves: Array) -> Array:
     return jnp.concatenate(leaves, axis=0)
 
-  first, *rest = caches
-  if not rest:
-    return first
+  first, *rest = (cache.match(largest) for cache in caches)
   return dataclasses.replace(
     first,
     stacks=jax.tree.map(join, first.stacks, *(c.stacks for c in rest)),

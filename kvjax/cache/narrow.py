@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.activations import Activations
-from kvjax.cache.base import Arrange, Index
+from kvjax.cache.base import Arrange, Index, Layer
 from kvjax.cache.layers import LayerCache, Slots
 from kvjax.cache.tailed import TailedLayer
 from kvjax.kernels.attention import partial_attention
@@ -43,6 +43,12 @@ class NarrowLayer(TailedLayer):
   def lengths(self) -> Int[Array, "*L B K"]:
     """Number of tokens per row and KV head."""
     return self.kept.lengths + self.tail.lengths
+
+  def match(self, other: Layer) -> "NarrowLayer":
+    """Grows to the kept tokens and the tail of another layer of its kind."""
+    assert isinstance(other, NarrowLayer)
+    kept, tail = self.kept.match(other.kept), self.tail.match(other.tail)
+    return replace(self, kept=kept, tail=tail)
 
   def map_slots(self, change: Callable[[Any], Any]) -> "NarrowLayer":
     """Changes the tail, whose keys are whole, and the kept tokens."""

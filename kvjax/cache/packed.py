@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
 from kvjax.activations import Activations
-from kvjax.cache.base import AXES, Arrange, Index, host_copy
+from kvjax.cache.base import AXES, Arrange, Index, Layer, host_copy
 from kvjax.cache.layers import KV_DTYPES, LayerCache, Slots
 from kvjax.cache.tailed import TailedLayer
 from kvjax.kernels.gather import compact
@@ -91,6 +91,24 @@ class Pages:
     heads = cut(jnp.broadcast_to(heads, cache.positions.shape))[..., 0]
     return cls(cut(cache.keys), cut(cache.values), cut(cache.positions), heads)
 
+  def grow(self, extra: int, devices: int) -> "Pages":
+    """Adds `extra` unused pages per device to each row."""
+
+    def pad(x: Array, axis: int, fill: int = 0) -> Array:
+      axis += x.ndim
+      # Each device has a part of the pages.
+      parts = (*x.shape[:axis], devices, -1, *x.shape[axis + 1 :])
+      padding = [(0, 0)] * (x.ndim + 1)
+      padding[axis + 1] = (0, extra)
+      padded = jnp.pad(x.reshape(parts), padding, constant_values=fill)
+      return padded.reshape(*x.shape[:axis], -1, *x.shape[axis + 1 :])
+
+    keys, values = jax.tree.map(lambda x: pad(x, -3), (self.keys, self.values))
+    positions, heads = pad(self.positions, -2, -1), pad(self.heads, -1, -1)
+    return replace(
+      self, keys=keys, values=values, positions=positions, heads=heads
+    )
+
   def lengths(self, kv_heads: int) -> Int[Array, "*L B K"]:
     """Number of tokens per row and KV head."""
     valid = jnp.sum((self.positions >= 0).astype(jnp.int32), axis=-1)
@@ -154,6 +172,17 @@ class PackedLayer(TailedLayer):
     """Number of tokens per row and KV head."""
     kept = self.pages.lengths(self.tail.positions.shape[-2])
     return kept + self.tail.lengths
+
+  def match(self, other: Layer) -> "PackedLayer":
+    """Grows to the pages and the tail of another layer of its kind."""
+    assert isinstance(other, PackedLayer)
+    devices = page_devices()
+    sizes = [layer.pages.heads.shape[-1] for layer in (self, other)]
+    pages = self.pages
+    # Pages that were saved under another mesh may not be shared out alike.
+    if sizes[0] < sizes[1] and not any(size % devices for size in sizes):
+      pages = pages.grow((sizes[1] - sizes[0]) // devices, devices)
+    return replace(self, pages=pages, tail=self.tail.match(other.tail))
 
   def place(
     self, place_tree: Callable[[Any, Sequence[str]], Any]

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.activations import Activations
-from kvjax.cache.base import AXES, Arrange, Index, host_copy
+from kvjax.cache.base import AXES, Arrange, Index, Layer, host_copy
 from kvjax.cache.layers import Slots
 from kvjax.cache.packed import PackedLayer, Pages, page_devices
 from kvjax.cache.tailed import TailedLayer
@@ -151,6 +151,29 @@ class PooledLayers(TailedLayer):
     cleared = super().clear()
     heads = jnp.full_like(self.pages.heads, -1)
     return replace(cleared, pages=replace(cleared.pages, heads=heads))
+
+  def match(self, other: Layer) -> "PooledLayers":
+    """Grows to the pool and the tail of another one."""
+    assert isinstance(other, PooledLayers)
+    tail, extra = self.tail.match(other.tail), other._part - self._part
+    if extra <= 0 or self.devices != other.devices:
+      return replace(self, tail=tail)
+    layers, devices = len(self.pages.heads), self.devices
+
+    def to_rows(x: Array) -> Array:
+      """Joins what a device has of all slabs, as it fills them in turn."""
+      parts = x.reshape(*x.shape[:2], devices, -1, *x.shape[3:])
+      joined = jnp.moveaxis(parts, 0, 2)
+      return joined.reshape(x.shape[1], -1, *x.shape[3:])
+
+    def to_slabs(x: Array) -> Array:
+      parts = x.reshape(len(x), devices, layers, -1, *x.shape[2:])
+      slabs = jnp.moveaxis(parts, 2, 0)
+      return slabs.reshape(layers, len(x), -1, *x.shape[2:])
+
+    rows: Pages = jax.tree.map(to_rows, self.pages)
+    pages = jax.tree.map(to_slabs, rows.grow(layers * extra, devices))
+    return PooledLayers(pages, tail, max(self.most, other.most), devices)
 
   def place(
     self, place_tree: Callable[[Any, Sequence[str]], Any]

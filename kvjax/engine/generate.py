@@ -37,6 +37,7 @@ from kvjax.errors import InputError
 from kvjax.hosts import read
 from kvjax.model import Model
 from kvjax.prompts import Prompts
+from kvjax.struct import tree_bytes
 
 # One seed for each row's draws.
 Seeds = Int[Array, " B"] | Int[np.ndarray, " B"]
@@ -164,8 +165,10 @@ def generate(
 
   Given many caches of the same rows, such as those of a sweep, it generates
   from each of them with the same prompts. Caches of equal sizes are joined
-  (`kvjax.stack`) and decode together; with `keep`, each has its own turn in it
-  afterwards, and the given caches are not donated. Joined caches continue at
+  (`kvjax.stack`) and decode together, and smaller ones with them unless they
+  would grow by more than the bytes of the weights. With `keep`, only those of
+  equal sizes are, each has its own turn in it afterwards, and the given caches
+  are not donated. Joined caches continue at
   the slot after the fullest, so they may need more room than alone.
 
   Args:
@@ -274,13 +277,15 @@ def generate_from(
 def _generate_from_all(
   model: Model, params: PyTree, caches: Sequence[Cache], request: Request
 ) -> tuple[Generated, ...]:
-  """Generates from many caches, those of equal sizes together."""
+  """Generates from many caches, those of similar sizes together."""
   # Before rows are repeated, so that messages count those that were given.
   for cache in caches[:1]:
     check_prompts(model, cache, request.prompts, request.decoding)
     _seeds(request.seeds, cache)
   results: dict[int, Generated] = {}
-  for group in group_caches(caches):
+  # Caches that are kept have no more slots than they need.
+  padding = 0 if request.keep else tree_bytes(params)
+  for group in group_caches(caches, padding):
     joined = stack([caches[index] for index in group])
     # `stack` returns a single cache itself, and `keep` donates it.
     if request.keep and len(group) == 1:

@@ -82,7 +82,7 @@ def stream(
   """
   if not isinstance(cache, Cache):
     raise InputError(
-      "A stream is of a single cache; join caches of equal sizes with "
+      "A stream is of a single cache; join caches of one kind with "
       "kvjax.stack first."
     )
   request = Request(prompts, decoding, keep, seeds)

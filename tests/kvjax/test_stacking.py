@@ -1,0 +1,145 @@
+"""Caches of unequal sizes that decode together."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.cache.sharding import parse_mesh, split_mesh
+from kvjax.errors import InputError
+from kvjax.struct import tree_bytes
+from kvjax.testing import TinyModel, kept_positions
+
+SPEC = kvjax.LayerSpec(heads=4, kv_heads=2, key_dim=8)
+MODEL = TinyModel(kvjax.Geometry((SPEC,) * 3, 4096))
+PARAMS = MODEL.init()
+REQUEST = kvjax.RepeatRequest((3, 1, 4), (11, 12), (13, 14, 15), (9, 2))
+LENGTHS = (300, 170, 233, 290)
+SHARES = (0.5, 0.1, 0.25)
+QUESTIONS = kvjax.Prompts.of([[5, 9], [2], [11, 4, 8], [7]])
+DECODING = kvjax.Decoding(7)
+
+
+@functools.cache
+def caches_of(method, kv_dtype=None):
+  """Caches of one method at three budgets."""
+  draw = np.random.default_rng(5)
+  rows = [draw.integers(5, 64, length).tolist() for length in LENGTHS]
+  prompts = kvjax.Prompts.of(rows, repeat_request=REQUEST)
+  plans = [
+    kvjax.get_plan(method, kvjax.Retention(share), kv_dtype=kv_dtype)
+    for share in SHARES
+  ]
+  return kvjax.sweep(MODEL, PARAMS, prompts, plans)[0]
+
+
+def answers(cache, times=1):
+  questions = QUESTIONS.repeat(times)
+  return kvjax.generate(MODEL, PARAMS, cache, questions, DECODING).rows()
+
+
+def check_joined(caches):
+  """A joined cache has the tokens of each one, and answers as each alone."""
+  joined = kvjax.stack(caches)
+  np.testing.assert_array_equal(
+    joined.lengths, np.concatenate([cache.lengths for cache in caches], axis=1)
+  )
+  assert [kept_positions(joined, row) for row in range(4 * len(caches))] == [
+    kept_positions(cache, row) for cache in caches for row in range(4)
+  ]
+  assert answers(joined, len(caches)) == [
+    answer for cache in caches for answer in answers(cache)
+  ]
+  return joined
+
+
+@pytest.mark.parametrize(
+  ("method", "kv_dtype"),
+  [
+    ("keydiff", None),
+    ("keydiff", "int8"),
+    ("adakv", None),
+    ("adakv", "int8"),
+    ("kvzip:chunk=128", None),
+    ("think:share=0.4:window=5/snapkv:window=4", None),
+  ],
+)
+def test_budgets_of_one_method_are_joined(method, kv_dtype):
+  caches = caches_of(method, kv_dtype)
+  assert kvjax.group_caches(caches) == [[0], [1], [2]]
+  assert kvjax.group_caches(caches, 2**30) == [[0, 1, 2]]
+  joined = check_joined(caches)
+  # What is not padded has the size of the largest, once for each.
+  assert joined.nbytes <= len(caches) * caches[0].nbytes
+
+
+@pytest.mark.parametrize(
+  ("method", "axes"),
+  [
+    ("keydiff", "data:2,model:2"),
+    ("adakv", "model:3"),
+    ("kvzip:chunk=128", "data:2,model:2"),
+    pytest.param("keydiff", "model:4", marks=pytest.mark.slow),
+    pytest.param("adakv", "data:2,model:2", marks=pytest.mark.slow),
+    pytest.param("adakv", "model:4", marks=pytest.mark.slow),
+    pytest.param("kvzip:chunk=128", "model:4", marks=pytest.mark.slow),
+    pytest.param("kvzip:chunk=128", "model:3", marks=pytest.mark.slow),
+  ],
+)
+def test_budgets_are_joined_on_a_mesh(method, axes):
+  alone = caches_of(method)
+  with jax.set_mesh(split_mesh(parse_mesh(axes), SPEC.kv_heads)):
+    caches = caches_of.__wrapped__(method)
+    joined = check_joined(caches)
+    expected = [kept_positions(c, row) for c in alone for row in range(4)]
+    found = [kept_positions(joined, row) for row in range(4 * len(alone))]
+    assert found == expected
+    placed = jax.tree.map(lambda x: x.sharding.spec, joined.stacks[0])
+    wanted = jax.tree.map(lambda x: x.sharding.spec, caches[0].stacks[0])
+    assert jax.tree.leaves(placed) == jax.tree.leaves(wanted)
+
+
+def test_pools_keep_the_order_of_their_pages():
+  """A smaller pool's pages fill the slabs of a larger one from the first."""
+  large, small, _ = caches_of("kvzip:chunk=128")
+  grown = small.match(large)
+  heads = np.asarray(grown.stacks[0].pages.heads)
+  used = np.moveaxis(heads, 1, 0).reshape(len(LENGTHS), -1)
+  for row in used:
+    count = np.sum(row >= 0)
+    assert np.all(row[:count] >= 0)
+    assert np.all(np.diff(row[:count]) >= 0)
+  assert grown.stacks[0].most == large.stacks[0].most
+
+
+def test_padding_is_limited_for_all_caches_of_a_size_together():
+  large, small, _ = caches_of("keydiff")
+  extra = large.nbytes - small.nbytes
+  caches = [small, large, small]
+  assert kvjax.group_caches(caches, 2 * extra) == [[0, 1, 2]]
+  assert kvjax.group_caches(caches, 2 * extra - 1) == [[0, 2], [1]]
+
+
+def test_caches_of_other_kinds_are_not_joined():
+  caches = [
+    caches_of("keydiff")[0],
+    caches_of("adakv")[1],
+    caches_of("kvzip:chunk=128")[2],
+  ]
+  assert kvjax.group_caches(caches, 2**30) == [[0], [1], [2]]
+  with pytest.raises(InputError, match="of the same kinds"):
+    kvjax.stack(caches[:2])
+
+
+def test_generate_joins_what_the_weights_outweigh():
+  caches = caches_of("keydiff")
+  together = kvjax.generate(MODEL, PARAMS, caches, QUESTIONS, DECODING)
+  assert [each.rows() for each in together] == [answers(c) for c in caches]
+  # Caches that are kept stay as small as they would be alone.
+  roomy = [kvjax.reserve(cache, 128) for cache in caches]
+  kept = kvjax.generate(MODEL, PARAMS, roomy, QUESTIONS, DECODING, keep=True)
+  assert [turn.rows() for turn in kept] == [answers(c) for c in caches]
+  for turn, cache in zip(kept, roomy, strict=True):
+    assert tree_bytes(turn.cache) == cache.nbytes
