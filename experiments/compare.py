@@ -11,8 +11,8 @@ to results/demo. An interrupted run resumes where it stopped.
 
 Expect 88 % of the needles with the full cache (--samples=24), and at half of it
 60 % with KeyDiff, 54 % with Compactor and TOVA, 31 % with StreamingLLM, 19 %
-with SnapKV and none at random. It takes six minutes on two slow cores, and four
-the next time, as compiled programs are cached.
+with SnapKV and none at random. It takes four minutes on two slow cores, and
+three the next time, as compiled programs are cached.
 --model=reference asks the small model that comes with kvjax.
 
   kvjax compare --text=notes.txt --question="Who called?"

@@ -89,7 +89,8 @@ class Reply(NamedTuple):
     host_bytes: the part of these in host memory.
     tokens: ids of the answer.
     text: the answer.
-    decoding_bytes: bytes allocated for the row while its answer is decoded.
+    decoding_bytes: bytes that the row takes while its answer is decoded from
+      this cache alone.
     global_tokens: tokens in layers without a window, mean over these and KV
       heads; None unless some layers have a window and others have none.
   """
@@ -126,11 +127,11 @@ def replies(
 ) -> Iterator[list[Reply]]:
   """Prefills a batch once and generates answers from each candidate's cache.
 
-  Caches of equal sizes decode as one batch, and smaller ones with them unless
-  their empty slots would take more memory than the weights. A candidate that
-  prefills in blocks has its own prefill; one that evicts while decoding has its
-  own batch. Each question sees the compressed context or, if turns stay in the
-  cache, the cache after the previous turn.
+  Caches of one kind decode as one batch, unless the smaller ones would need
+  more bytes of empty slots than the weights have. A candidate that prefills in
+  blocks has its own prefill; one that evicts while decoding has its own batch.
+  Each question sees the compressed context or, if turns stay in the cache, the
+  cache after the previous turn.
 
   Args:
     lm: the model.
@@ -150,28 +151,32 @@ def replies(
     prompts[0].context if shape.question else prompts[0].prefilled
     for prompts in rows
   ]
-  prefilled = prefilling.prefill_all(
-    lm,
-    [candidate.plan for candidate in candidates],
-    kvjax.Prompts.of(texts, shape.context),
+  prefilled = dict(
+    enumerate(
+      prefilling.prefill_all(
+        lm,
+        [candidate.plan for candidate in candidates],
+        kvjax.Prompts.of(texts, shape.context),
+      )
+    )
   )
-  caches = [result.cache for result in prefilled]
   jax.block_until_ready(prefilled)
   elapsed = time.monotonic() - began
   seconds.prefill += elapsed
   logging.info(
     "Prefilled %d contexts of up to %d tokens for %d caches in %.1f s",
-    *(len(contexts), shape.context, len(caches), elapsed),
+    *(len(contexts), shape.context, len(prefilled), elapsed),
   )
 
   turns = max(len(prompts) for prompts in contexts)
   stays = contexts[0][0].stays
-  # A conversation's cache has its own size, which is reported.
-  padding = 0 if stays else tree_bytes(lm.params)
-  for group in kvjax.group_caches(caches, padding):
-    cache = kvjax.stack([caches[i] for i in group])
-    logits = jnp.concatenate([prefilled[i].logits for i in group])
-    places = range(0, len(logits), shape.rows)
+  for group in _groups(lm, [one.cache for one in prefilled.values()], stays):
+    # Each cache is freed when it has been joined.
+    parts = [prefilled.pop(index) for index in group]
+    own = [_OwnCache.of(lm, part, contexts[0][0], shape) for part in parts]
+    cache = kvjax.stack([part.cache for part in parts])
+    logits = jnp.concatenate([part.logits for part in parts])
+    del parts
     counts = TokenCounts.of(cache)
     if stays:
       cache = _with_capacity(cache, rows[0], shape)
@@ -188,16 +193,6 @@ def replies(
       elapsed = time.monotonic() - began
       seconds.answer += elapsed
       logging.info("Answered from %d caches in %.1f s", len(group), elapsed)
-      decoding = _decoding(lm, prompts_of_turn)
-      # Of each cache alone: joined, the smaller ones have empty slots.
-      allocated = [
-        cache.nbytes // len(group)
-        if stays
-        else kvjax.decoding_nbytes(
-          lm.model, caches[index], shape.question, decoding
-        )
-        for index in group
-      ]
       yield [
         Reply(
           candidates[index],
@@ -207,25 +202,77 @@ def replies(
           counts.share(place + row)
           if isinstance(candidates[index].plan.budget, kvjax.Threshold)
           else candidates[index].retention(tokens)
-          if (calibrated := prefilled[index].retentions) is None
+          if (calibrated := alone.retentions) is None
           else float(calibrated[row]),
           float(counts.kept[place + row]),
           float(counts.read[place + row]),
-          caches[index].nbytes // shape.rows,
-          caches[index].nbytes_by_memory[HOST] // shape.rows,
+          alone.nbytes // shape.rows,
+          alone.host_nbytes // shape.rows,
           ids := answers[place + row],
           lm.text.decode(ids),
-          own_nbytes // shape.rows,
+          (cache.nbytes // len(group) if stays else alone.decoding_nbytes)
+          // shape.rows,
           None
           if counts.kept_globally is None
           else float(counts.kept_globally[place + row]),
         )
-        for place, index, own_nbytes in zip(
-          places, group, allocated, strict=True
+        for place, index, alone in zip(
+          range(0, len(logits), shape.rows), group, own, strict=True
         )
         for row, prompts in enumerate(contexts)
         if turn < len(prompts)
       ]
+    # Before the next group is joined.
+    del cache, logits
+
+
+class _OwnCache(NamedTuple):
+  """What is reported of a candidate's cache before it is joined with others.
+
+  Attributes:
+    nbytes: bytes allocated after the prefill.
+    host_nbytes: the part of these in host memory.
+    decoding_nbytes: bytes allocated while answers are decoded from it alone.
+    retentions: retention of each row, if a calibration chose it.
+  """
+
+  nbytes: int
+  host_nbytes: int
+  decoding_nbytes: int
+  retentions: Float[np.ndarray, " B"] | None
+
+  @classmethod
+  def of(
+    cls,
+    lm: Pretrained,
+    prefilled: prefilling.Prefilled,
+    prompt: Prompt,
+    shape: Shape,
+  ) -> "_OwnCache":
+    cache = prefilled.cache
+    return cls(
+      cache.nbytes,
+      cache.nbytes_by_memory[HOST],
+      kvjax.decoding_nbytes(
+        lm.model, cache, shape.question, _decoding(lm, [prompt])
+      ),
+      prefilled.retentions,
+    )
+
+
+def _groups(
+  lm: Pretrained, caches: Sequence[kvjax.Cache], stays: bool
+) -> list[list[int]]:
+  """Groups caches that decode together, those that take least memory first.
+
+  The copies of the large ones are made when the others are gone.
+  """
+  # A conversation's cache has its own size, which is reported.
+  padding = 0 if stays else tree_bytes(lm.params)
+  return sorted(
+    kvjax.group_caches(caches, padding),
+    key=lambda group: sum(caches[index].nbytes for index in group),
+  )
 
 
 def _answers(

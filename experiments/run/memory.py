@@ -11,8 +11,8 @@ from kvjax.errors import InputWarning
 from kvjax.experiments.run.candidates import Candidate
 from kvjax.models.pretrained import Pretrained
 
-# Of the memory, for caches. Those of equal sizes are copied to be joined, and
-# the prefill needs room besides.
+# Of the memory, for caches. Those of one kind are copied to be joined, and the
+# prefill needs room besides.
 _SHARE = 1 / 3
 
 

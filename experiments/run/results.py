@@ -102,8 +102,8 @@ class Answer(Line):
     draw: number of the answer, if answers are drawn at random.
     first_draw: digest of the first sample of the same prompt, likewise.
     answer_tokens: tokens of the answer; None in older records.
-    decoding_bytes: bytes allocated for cache and answer while it is decoded;
-      None in older records.
+    decoding_bytes: bytes that cache and answer take while it is decoded from
+      this cache alone; None in older records.
   """
 
   task: str

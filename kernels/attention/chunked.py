@@ -17,9 +17,9 @@ QUERY_CHUNK = 256
 # Logits per head in memory at once: a single query reads all its slots in one
 # chunk, a chunk of 256 queries reads 512 slots at a time.
 LOGITS = 2**17
-# At most, on CPUs, where 128 queries and 256 slots of a head stay in its cache:
-# prompts of 1K to 4K tokens are attended to in 0.6 to 0.9 of the time. A single
-# query reads each slot once anyway.
+# CPUs attend with 128 queries to 256 slots at a time: the logits then stay in
+# the processor's cache, which saves a tenth (4,096 tokens) to a third (896) of
+# the time of 256 x 512 on an EPYC. A single query reads each slot once anyway.
 CPU_QUERY_CHUNK = 128
 CPU_LOGITS = 2**15
 # Entries that a CPU copies at a time out of a stack of layers. Its matrix
@@ -65,10 +65,10 @@ def _attend_in_chunks(
       queries, keys, values, query_positions, key_positions, options, layer
     )
 
-  most = QUERY_CHUNK
+  size = QUERY_CHUNK
   if target_platform() == "cpu":
-    most = min(most, CPU_QUERY_CHUNK)
-  return in_query_chunks(attend, queries, query_positions, keys.shape[2], most)
+    size = min(size, CPU_QUERY_CHUNK)
+  return in_query_chunks(attend, queries, query_positions, keys.shape[2], size)
 
 
 def _attend(

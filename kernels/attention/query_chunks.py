@@ -38,6 +38,8 @@ def in_query_chunks(
     )
 
   chunks = -(-length // size)
+  # 129 queries are two chunks of 65, not of 128.
+  size = -(-length // chunks)
   extra = chunks * size - length
   grouped = jnp.pad(grouped, ((0, 0),) * 3 + ((0, extra), (0, 0)))
   # Padding queries precede all keys, so they attend to none.

@@ -70,7 +70,7 @@ class Layer(abc.ABC):
   def grow(self, extra: int) -> Self:
     """Adds `extra` empty slots for appended tokens."""
 
-  def match(self, other: "Layer") -> Self:
+  def grown_like(self, other: "Layer") -> Self:
     """Grows to the sizes of another layer of its kind, where these are larger.
 
     What cannot grow stays as it is.

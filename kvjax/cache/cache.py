@@ -1,6 +1,7 @@
 """The KV cache of a model, a pytree of layers."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -92,14 +93,15 @@ class Cache:
     )
     return dataclasses.replace(self, stacks=stacks)
 
-  def match(self, other: "Cache") -> "Cache":
-    """Grows to the sizes of another cache, if `stack` can join them then.
+  def grown_like(self, other: "Cache") -> "Cache":
+    """Grows stacks to the sizes of another cache, where these are larger.
 
     Args:
-      other: a cache with stacks of the same layers and kinds, not smaller.
+      other: a cache with as many stacks, or its shapes; those of other kinds
+        do not count.
     """
     stacks = tuple(
-      shard_stack(own.match(its)) if type(own) is type(its) else own
+      shard_stack(own.grown_like(its)) if type(own) is type(its) else own
       for own, its in zip(self.stacks, other.stacks, strict=True)
     )
     return dataclasses.replace(self, stacks=stacks)
@@ -142,7 +144,7 @@ _num_attended = jax.jit(lambda stack: stack.num_attended)
 
 
 def _join_key(cache: Cache) -> Any:
-  """A hashable key that is equal for caches that `stack` can join."""
+  """A hashable key that is equal for caches of the same kinds and sizes."""
 
   def shape(leaf: Array | jax.ShapeDtypeStruct, axis: int) -> Any:
     return leaf.shape[:axis], leaf.shape[axis + 1 :], jnp.dtype(leaf.dtype)
@@ -161,17 +163,18 @@ def _join_key(cache: Cache) -> Any:
 def group_caches(
   caches: Sequence[Cache], padding_nbytes: int = 0
 ) -> list[list[int]]:
-  """Groups caches that `stack` can join, and returns their indices.
+  """Groups caches that decode well as one batch, and returns their indices.
 
-  Caches of equal sizes share a group. With `padding_nbytes`, smaller ones of
-  the same kind join a larger one, too, unless this adds more empty slots than
-  that. The bytes of the weights are a good limit: every group reads them in
-  each step of decoding, and is compiled.
+  Caches of equal sizes share a group. With `padding_nbytes`, smaller ones whose
+  layers are of the same kinds, and stacked alike, join the group of larger ones
+  if `stack` has to add no more bytes of empty slots than that to the group. The
+  bytes of the weights are a good limit: every group reads them in each step of
+  decoding, and has a program of its own.
 
   Args:
     caches: the caches.
-    padding_nbytes: bytes that all caches of some sizes may grow by to join
-      larger ones.
+    padding_nbytes: bytes of empty slots, on all devices, that `stack` may add
+      to a group.
 
   Examples:
     >>> import kvjax
@@ -192,37 +195,43 @@ def group_caches(
   if not padding_nbytes:
     return list(equal.values())
   groups: list[list[int]] = []
-  # The largest first, so that each is followed by those that may join it.
+  added: list[int] = []
+  # The largest first, so that those that may join it follow.
   for alike in sorted(equal.values(), key=lambda g: -caches[g[0]].nbytes):
     smaller = caches[alike[0]]
-    for group in groups:
-      larger = caches[group[0]]
-      grown = _matched(smaller, larger)
-      if grown is None:
+    for number, group in enumerate(groups):
+      grown = _grown(smaller, caches[group[0]])
+      if _join_key(grown) != _join_key(caches[group[0]]):
         continue
-      if (grown.nbytes - smaller.nbytes) * len(alike) <= padding_nbytes:
+      padding = (grown.nbytes - smaller.nbytes) * len(alike)
+      if added[number] + padding <= padding_nbytes:
         group += alike
+        added[number] += padding
         break
     else:
       groups.append(list(alike))
+      added.append(0)
   return sorted(map(sorted, groups))
 
 
-def _matched(smaller: Cache, larger: Cache) -> Cache | None:
-  """The shapes of a cache that is grown to another; None if it cannot be."""
-  if len(smaller.stacks) != len(larger.stacks):
-    return None
-  grown: Cache = jax.eval_shape(Cache.match, smaller, larger)
-  return grown if _join_key(grown) == _join_key(larger) else None
+def _grown(cache: Cache, other: Cache) -> Cache:
+  """The shapes of a cache that grew to the sizes of another one, if it can."""
+  if len(cache.stacks) != len(other.stacks):
+    return cache
+  grown: Cache = jax.eval_shape(Cache.grown_like, cache, other)
+  return grown
 
 
 def stack(caches: Sequence[Cache]) -> Cache:
   """Joins caches along the batch, to decode them together.
 
-  Smaller caches grow to the largest.
+  Smaller caches grow to the sizes of the largest.
 
   Raises:
-    InputError: there is none, or their layers differ in kind or in other sizes.
+    InputError: there is none; they have different numbers of rows; their layers
+      are of different kinds, are stacked otherwise, or differ in what does not
+      grow, such as heads, channels, and the keys that a retrieval method
+      reads; or they evict by different plans while decoding.
 
   Examples:
     >>> import kvjax
@@ -238,35 +247,46 @@ def stack(caches: Sequence[Cache]) -> Cache:
   if len(caches) == 1:
     return caches[0]
   if caches:
-    largest = max(caches, key=lambda cache: cache.nbytes)
-    if all(_fits(cache, largest) for cache in caches):
-      return _join(tuple(caches), largest)
+    largest = functools.reduce(_grown, caches)
+    key = _join_key(largest)
+    if all(_join_key(_grown(cache, largest)) == key for cache in caches):
+      return _join(tuple(caches), spread=any(map(_is_spread, caches)))
   raise InputError(
-    "Only caches whose layers are of the same kinds, and that evict by the "
-    "same plan while decoding, can be joined; group them with "
-    "kvjax.group_caches."
+    "Only caches of equally many rows, whose layers are of the same kinds, and "
+    "that evict by the same plan while decoding, can be joined; group them "
+    "with kvjax.group_caches."
   )
 
 
-def _fits(cache: Cache, largest: Cache) -> bool:
-  key = _join_key(largest)
-  return _join_key(cache) == key or _matched(cache, largest) is not None
+def _is_spread(cache: Cache) -> bool:
+  """Whether a cache is on several devices, or may be, inside of a program."""
+  return any(
+    isinstance(leaf, jax.core.Tracer) or len(leaf.devices()) > 1
+    for leaf in jax.tree.leaves(cache.stacks)
+  )
 
 
 # One program, since operations one by one would each be compiled.
-@jax.jit
-def _join(caches: tuple[Cache, ...], largest: Cache) -> Cache:
-  """Joins caches, which grow to the sizes of `largest`."""
+@functools.partial(jax.jit, static_argnames="spread")
+def _join(caches: tuple[Cache, ...], spread: bool) -> Cache:
+  """Joins caches, which grow to the largest.
+
+  Args:
+    caches: the caches.
+    spread: whether they are spread over several devices.
+  """
 
   def join(*leaves: Array) -> Array:
     if leaves[0].ndim == 1:  # cursors: all rows continue after the fullest
       return jnp.max(jnp.stack(leaves), axis=0)
-    return jnp.concatenate(leaves, axis=1)
+    # Slices cannot be written in place where rows are on several devices.
+    return jnp.concatenate(leaves, axis=1) if spread else _concatenate(leaves)
 
   def join_rows(*leaves: Array) -> Array:
     return jnp.concatenate(leaves, axis=0)
 
-  first, *rest = (cache.match(largest) for cache in caches)
+  largest = functools.reduce(_grown, caches)
+  first, *rest = (cache.grown_like(largest) for cache in caches)
   return dataclasses.replace(
     first,
     stacks=jax.tree.map(join, first.stacks, *(c.stacks for c in rest)),
@@ -277,8 +297,24 @@ def _join(caches: tuple[Cache, ...], largest: Cache) -> Cache:
   )
 
 
+def _concatenate(leaves: Sequence[Array]) -> Array:
+  """Concatenates along axis 1 in place.
+
+  For `jnp.concatenate`, CPUs first make a copy of every leaf that has grown,
+  from nine leaves on.
+  """
+  rows = leaves[0].shape[1]
+  shape = (len(leaves[0]), rows * len(leaves), *leaves[0].shape[2:])
+  joined = jnp.zeros(shape, leaves[0].dtype)
+  for number, leaf in enumerate(leaves):
+    joined = jax.lax.dynamic_update_slice_in_dim(joined, leaf, number * rows, 1)
+  return joined
+
+
 def unstack(cache: Cache, count: int) -> tuple[Cache, ...]:
   """Splits a cache into `count` caches of equally many rows; undoes `stack`.
+
+  Those that grew to be stacked stay as large as the others.
 
   Each is a copy. All continue at the slot after the fullest row, so that those
   with shorter rows have less room left than alone.

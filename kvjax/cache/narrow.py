@@ -44,10 +44,13 @@ class NarrowLayer(TailedLayer):
     """Number of tokens per row and KV head."""
     return self.kept.lengths + self.tail.lengths
 
-  def match(self, other: Layer) -> "NarrowLayer":
+  def grown_like(self, other: Layer) -> "NarrowLayer":
     """Grows to the kept tokens and the tail of another layer of its kind."""
     assert isinstance(other, NarrowLayer)
-    kept, tail = self.kept.match(other.kept), self.tail.match(other.tail)
+    kept, tail = (
+      self.kept.grown_like(other.kept),
+      self.tail.grown_like(other.tail),
+    )
     return replace(self, kept=kept, tail=tail)
 
   def map_slots(self, change: Callable[[Any], Any]) -> "NarrowLayer":

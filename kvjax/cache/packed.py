@@ -173,7 +173,7 @@ class PackedLayer(TailedLayer):
     kept = self.pages.lengths(self.tail.positions.shape[-2])
     return kept + self.tail.lengths
 
-  def match(self, other: Layer) -> "PackedLayer":
+  def grown_like(self, other: Layer) -> "PackedLayer":
     """Grows to the pages and the tail of another layer of its kind."""
     assert isinstance(other, PackedLayer)
     devices = page_devices()
@@ -182,7 +182,7 @@ class PackedLayer(TailedLayer):
     # Pages that were saved under another mesh may not be shared out alike.
     if sizes[0] < sizes[1] and not any(size % devices for size in sizes):
       pages = pages.grow((sizes[1] - sizes[0]) // devices, devices)
-    return replace(self, pages=pages, tail=self.tail.match(other.tail))
+    return replace(self, pages=pages, tail=self.tail.grown_like(other.tail))
 
   def place(
     self, place_tree: Callable[[Any, Sequence[str]], Any]

@@ -152,10 +152,10 @@ class PooledLayers(TailedLayer):
     heads = jnp.full_like(self.pages.heads, -1)
     return replace(cleared, pages=replace(cleared.pages, heads=heads))
 
-  def match(self, other: Layer) -> "PooledLayers":
+  def grown_like(self, other: Layer) -> "PooledLayers":
     """Grows to the pool and the tail of another one."""
     assert isinstance(other, PooledLayers)
-    tail, extra = self.tail.match(other.tail), other._part - self._part
+    tail, extra = self.tail.grown_like(other.tail), other._part - self._part
     if extra <= 0 or self.devices != other.devices:
       return replace(self, tail=tail)
     layers, devices = len(self.pages.heads), self.devices

@@ -164,10 +164,10 @@ def generate(
   before the prompt.
 
   Given many caches of the same rows, such as those of a sweep, it generates
-  from each of them with the same prompts. Caches of equal sizes are joined
-  (`kvjax.stack`) and decode together, and smaller ones with them unless they
-  would grow by more than the bytes of the weights. With `keep`, only those of
-  equal sizes are, each has its own turn in it afterwards, and the given caches
+  from each of them with the same prompts. Caches of one kind are joined
+  (`kvjax.stack`) and decode together, unless the smaller ones would need more
+  bytes of empty slots than the weights have. With `keep`, only caches of equal
+  sizes are joined; each has its own turn in it afterwards, and the given caches
   are not donated. Joined caches continue at
   the slot after the fullest, so they may need more room than alone.
 
@@ -277,7 +277,7 @@ def generate_from(
 def _generate_from_all(
   model: Model, params: PyTree, caches: Sequence[Cache], request: Request
 ) -> tuple[Generated, ...]:
-  """Generates from many caches, those of similar sizes together."""
+  """Generates from many caches, those of one kind together."""
   # Before rows are repeated, so that messages count those that were given.
   for cache in caches[:1]:
     check_prompts(model, cache, request.prompts, request.decoding)
@@ -300,6 +300,8 @@ def _generate_from_all(
       results[index] = Generated(
         answers.tokens[part], answers.lengths[part], kept[place]
       )
+    # Before the next group is joined.
+    del joined, answers, kept
   return tuple(results[index] for index in range(len(caches)))
 
 

@@ -1,6 +1,7 @@
 """Caches that are asked together, their room, shapes and first tokens."""
 
 import dataclasses
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -74,6 +75,65 @@ def test_a_conversation_has_room_for_a_retention_of_all_that_is_said():
   for plan in (None, tokens):
     cache = answering._with_capacity(a_cache(48, plan=plan), turns, shape)
     assert [layer.capacity for layer in cache.layers] == [48 + 2 * (32 + 4)]
+
+
+def test_a_cache_is_freed_when_it_has_been_joined(tiny, monkeypatch):
+  """And small groups come first, while the large caches are still there."""
+  joined, sizes, stack = [], [], kvjax.stack
+
+  def watch(caches):
+    joined.append([weakref.ref(cache.stacks[0].keys) for cache in caches])
+    sizes.append(sum(cache.nbytes for cache in caches))
+    return stack(caches)
+
+  monkeypatch.setattr(kvjax, "stack", watch)
+  # The limit of this small model's weights would join all budgets.
+  monkeypatch.setattr(answering, "tree_bytes", lambda params: 0)
+  shares = [kvjax.Retention(share) for share in (0.75, 0.5, 0.25)]
+  chosen = candidates(["full", "streaming", "random"], shares)
+  prompts = [[prompting.Prompt([5] * 96, [0] * 4, 2)] for _ in range(2)]
+  shape = prompting.Shape(2, 96, 8)
+  answered = []
+  for replies in answering.replies(
+    tiny, chosen, prompts, shape, answering.Seconds()
+  ):
+    answered += [reply.candidate for reply in replies]
+    *before, last = [sum(one() is not None for one in of) for of in joined]
+    assert not any(before)
+    # A single cache is not copied, and decodes itself.
+    assert last == (len(joined[-1]) == 1)
+  assert sizes == sorted(sizes)
+  assert sorted(map(len, joined)) == [1, 2, 2, 2]
+  assert sorted(map(chosen.index, answered)) == sorted([*range(7)] * 2)
+
+
+def test_bytes_are_those_of_each_cache_alone(tiny, monkeypatch):
+  """Whether caches are joined or not."""
+  shares = [kvjax.Retention(share) for share in (0.5, 0.25)]
+  chosen = candidates(["full", "streaming", "adakv"], shares)
+  prompts = [[prompting.Prompt([5] * 96, [0] * 4, 2)] for _ in range(2)]
+  shape = prompting.Shape(2, 96, 8)
+
+  def measured():
+    groups = list(
+      answering.replies(tiny, chosen, prompts, shape, answering.Seconds())
+    )
+    return len(groups), {
+      (chosen.index(reply.candidate), reply.row): (
+        reply.cache_bytes,
+        reply.decoding_bytes,
+      )
+      for replies in groups
+      for reply in replies
+    }
+
+  count, joined = measured()
+  assert count == 2
+  monkeypatch.setattr(answering, "tree_bytes", lambda params: 0)
+  count, alone = measured()
+  assert count == 5
+  assert joined == alone
+  assert len(set(alone.values())) == 5
 
 
 def test_the_first_token_of_a_passkey_is_scored(tiny):

@@ -59,7 +59,12 @@ def assert_same(answer, expected):
 
 @pytest.fixture
 def counted(monkeypatch):
-  """How often prompts are prefilled and caches asked."""
+  """How often prompts are prefilled and caches asked.
+
+  Only caches of equal sizes are asked together: the limit of this small model's
+  weights would join almost all.
+  """
+  monkeypatch.setattr(answering, "tree_bytes", lambda params: 0)
   calls = {"sweep": 0, "generate": 0}
 
   def count(name, function):
@@ -219,7 +224,7 @@ def test_a_stopped_run_goes_on_where_it_stopped(tiny, tmp_path, whole, counted):
   assert counted == {"sweep": 2, "generate": 4}
   results = compared(tiny, tmp_path, lambda task, new: told.append(new))
   # The second batch again for its other groups, then the second task.
-  assert told == [2, 6, 2, 1, 0, 3, 1, 2, 6, 2, 1, 3, 1]
+  assert told == [2, 2, 6, 1, 0, 1, 3, 2, 2, 6, 1, 1, 3]
   assert results.answers == whole.answers
   lines = (tmp_path / "samples.jsonl").read_bytes().splitlines()
   expected = (whole.folder / "samples.jsonl").read_bytes().splitlines()

@@ -331,7 +331,7 @@ def test_what_cannot_be_joined_is_refused():
   one, _ = prefill("h2o", kvjax.Schedule())
   other, _ = prefill("h2o", kvjax.Schedule(every=1))
   for caches in ([], [one, other]):
-    with pytest.raises(InputError, match="Only caches whose layers have equal"):
+    with pytest.raises(InputError, match="Only caches of equally many rows"):
       kvjax.stack(caches)
 
 

@@ -34,13 +34,13 @@ def full():
 
 
 def test_many_caches_answer_as_each_alone():
-  """Those of equal sizes together, in the order that they were given in."""
+  """Those of one kind together, in the order that they were given in."""
   prompts = kvjax.Prompts.of(ROWS)
   plans = [
     kvjax.get_plan(name, kvjax.Retention(share))
     for name, share in [
       ("keydiff", 0.4),
-      ("random", 0.8),
+      ("adakv:window=2", 0.8),
       ("snapkv:window=2", 0.4),
     ]
   ]
@@ -49,6 +49,7 @@ def test_many_caches_answer_as_each_alone():
   joined = ask(kvjax.stack([caches[0], caches[2]]), QUESTIONS * 2).rows()
   assert joined == alone[0] + alone[2]
   questions, decoding = kvjax.Prompts.of(QUESTIONS), kvjax.Decoding(5)
+  assert kvjax.group_caches(caches, 2**30) == [[0, 2], [1]]
   together = kvjax.generate(MODEL, PARAMS, caches, questions, decoding)
   assert [answers.rows() for answers in together] == alone
 
