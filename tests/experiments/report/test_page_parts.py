@@ -50,6 +50,7 @@ COLUMNS = {
   "sweep": sweep_timing.HEADING,
   "peers_leaderboard": ("leaderboard", *peers_timing.HEADING),
   "peers_prefill": ("prefill", *peers_timing.HEADING),
+  "peers_prefill_5000": ("prefill", *peers_timing.HEADING),
   "peers_decode": ("decode", *peers_timing.HEADING),
 }
 PAGES = {
