@@ -168,8 +168,8 @@ def generate(
   (`kvjax.stack`) and decode together, unless the smaller ones would need more
   bytes of empty slots than the weights have. With `keep`, only caches of equal
   sizes are joined; each has its own turn in it afterwards, and the given caches
-  are not donated. Joined caches continue at
-  the slot after the fullest, so they may need more room than alone.
+  are not donated. Joined caches continue at the slot after the fullest, so they
+  may need more room than alone.
 
   Args:
     model: the functions.

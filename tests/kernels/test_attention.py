@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 from kvjax.kernels.attention import attention, chunked
+from kvjax.kernels.attention.partial import Partial
+from kvjax.kernels.attention.query_chunks import in_query_chunks
 from kvjax.kernels.quantized import Quantized, dequantize, quantize
 
 
@@ -115,8 +117,8 @@ def test_causality_goes_by_position_not_by_slot():
   )
 
 
-def test_memory_is_linear_in_the_prompt():
-  length, heads = 8192, 4
+def memory_of(length, heads):
+  """Bytes of attention to a prompt, besides arguments and output."""
   shapes = [
     jax.ShapeDtypeStruct(shape, dtype)
     for shape, dtype in [
@@ -127,12 +129,42 @@ def test_memory_is_linear_in_the_prompt():
       ((1, heads, length), "int32"),
     ]
   ]
-  compiled = jax.jit(attention).lower(*shapes).compile()
-  temporary = compiled.memory_analysis().temp_size_in_bytes
+  # Not `attention` itself, whose program of the same shapes would be reused.
+  compiled = jax.jit(lambda *x: attention(*x)).lower(*shapes).compile()
+  return compiled.memory_analysis().temp_size_in_bytes
+
+
+def test_memory_is_linear_in_the_prompt():
+  length, heads = 8192, 4
+  temporary = memory_of(length, heads)
   chunk_logits = heads * min(chunked.LOGITS, chunked.CPU_LOGITS) * 4
   inputs = heads * length * 8 * 4
   assert temporary < 3 * chunk_logits + 4 * inputs
   assert temporary < heads * length * length * 4 / 50
+
+
+def test_a_cpu_attends_in_smaller_tiles(monkeypatch):
+  ours = memory_of(2048, 8)
+  monkeypatch.setattr(chunked, "CPU_QUERY_CHUNK", chunked.QUERY_CHUNK)
+  monkeypatch.setattr(chunked, "CPU_LOGITS", chunked.LOGITS)
+  assert ours < 0.6 * memory_of(2048, 8)
+
+
+@pytest.mark.parametrize(
+  ("length", "size"), [(129, 65), (896, 128), (300, 100)]
+)
+def test_chunks_of_queries_have_equal_lengths(length, size):
+  seen = []
+
+  def attend(queries, positions):
+    seen.append((queries.shape[3], positions.shape[1]))
+    return Partial(queries, jnp.zeros(queries.shape[:-1]))
+
+  queries = jnp.arange(2.0 * 4 * length).reshape(2, 4, length, 1)
+  positions = jnp.zeros((2, length), jnp.int32)
+  found = in_query_chunks(attend, queries, positions, 2, 128)
+  assert {*seen} == {(size, size)}
+  np.testing.assert_array_equal(found.output, queries)
 
 
 def test_a_cache_of_eight_bits_is_never_whole():

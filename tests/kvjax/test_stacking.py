@@ -148,6 +148,12 @@ def test_joining_needs_no_memory_besides_the_result(method):
   assert memory.temp_size_in_bytes < 0.01 * memory.output_size_in_bytes
 
 
+def test_a_program_may_stack():
+  caches = caches_of("keydiff")[:2]
+  within = jax.jit(lambda *caches: kvjax.stack(caches))(*caches)
+  jax.tree.map(np.testing.assert_array_equal, within, kvjax.stack(caches))
+
+
 def test_windows_and_evicting_caches_are_joined():
   """Rings never grow; a cache that evicts while decoding has its own plan."""
   window = dataclasses.replace(SPEC, window=24)
