@@ -1,8 +1,9 @@
 """Joins samples that share a context, and contexts of similar length."""
 
+import collections
 import dataclasses
 import itertools
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Hashable, Iterator, Sequence
 
 from kvjax.experiments.run.prompting import (
   QUERY_AWARE,
@@ -93,33 +94,38 @@ def batches_of(
   batch: int,
   protocol: Protocol,
 ) -> Iterator[tuple[Shape, list[Context]]]:
-  """Batches contexts of one part and similar length, with their padded shape.
+  """Batches contexts of one kind and similar length, with their padded shape.
 
-  Shapes depend on all contexts, including answered ones, so that a resumed run
-  reuses its compiled programs.
+  Parts share a batch if their answers do. Shapes depend on all contexts,
+  including answered ones, so that a resumed run reuses its compiled programs.
   """
   shapes: dict[int, Shape] = {}
   # Nothing may follow a context that ends with its question.
   asked = [context for context in contexts if context.prompts[0].question]
   ended = [context for context in contexts if not context.prompts[0].question]
   for similar in itertools.chain(_by_length(asked), _by_length(ended)):
-    parts = [context.part for context in similar]
-    rows = min(batch, max(parts.count(part) for part in set(parts)))
+    kinds = collections.Counter(map(_kind, similar))
+    rows = min(batch, max(kinds.values()))
     prompts = [prompt for context in similar for prompt in context.prompts]
     shape = Shape.of(prompts, rows, protocol)
     shapes |= {id(context): shape for context in similar}
-  groups: dict[object, tuple[Shape, list[Context]]] = {}
+  groups: dict[Hashable, tuple[Shape, list[Context]]] = {}
   for context in contexts:
     shape = shapes[id(context)]
     context = context.of_samples(unanswered)
     if context.samples:
-      most = max(prompt.max_new_tokens for prompt in context.prompts)
-      sampling = context.prompts[0].sampling
-      key = (context.part, shape, most, sampling)
+      key = (shape, _kind(context))
       groups.setdefault(key, (shape, []))[1].append(context)
   for shape, group in groups.values():
     for start in range(0, len(group), shape.rows):
       yield shape, group[start : start + shape.rows]
+
+
+def _kind(context: Context) -> Hashable:
+  """What contexts of one batch have in common besides their length."""
+  first = context.prompts[0]
+  most = max(prompt.max_new_tokens for prompt in context.prompts)
+  return most, first.sampling, first.stays
 
 
 def _by_length(contexts: Sequence[Context]) -> Iterator[list[Context]]:

@@ -1,5 +1,6 @@
 """Runs every candidate on every sample that has no answer yet."""
 
+import collections
 import dataclasses
 import hashlib
 from collections.abc import Callable, Iterator, Sequence, Set
@@ -142,7 +143,8 @@ def answer_all(
     new = {each.key: each for each in answers if each.key in missing}
     missing -= new.keys()
     results.add(list(new.values()))
-    on_answers(answers[0].task, len(new))
+    for task, count in collections.Counter(k.part.task for k in new).items():
+      on_answers(task, count)
 
 
 def wanted(candidates: Sequence[Candidate], samples: Samples) -> list[Key]:

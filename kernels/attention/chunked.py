@@ -24,7 +24,9 @@ CPU_QUERY_CHUNK = 128
 CPU_LOGITS = 2**15
 # Entries that a CPU copies at a time out of a stack of layers. Its matrix
 # products take no slices, so a full layer would otherwise be in memory twice.
-COPIED = 2**18
+# Few rows with many slots are faster than many rows with few, whose sums are
+# rescaled after every chunk.
+COPIED = 2**19
 # Slots whose quantized keys and values are restored at once.
 DEQUANTIZED = 2**12
 
@@ -58,44 +60,61 @@ def _attend_in_chunks(
   key_positions: Int[Array, "B K T"],
   layer: Int[Array, ""],
 ) -> Partial:
-  def attend(
-    queries: Float[Array, "B K G C D"], query_positions: Int[Array, "B C"]
-  ) -> Partial:
-    return _attend(
-      queries, keys, values, query_positions, key_positions, options, layer
-    )
+  def attend_rows(start: Int[Array, ""], rows: int) -> Partial:
+    def of_rows(x: Shaped[Array, "B *X"]) -> Shaped[Array, "R *X"]:
+      return jax.lax.dynamic_slice_in_dim(x, start, rows, 0)
 
-  size = QUERY_CHUNK
-  if target_platform() == "cpu":
-    size = min(size, CPU_QUERY_CHUNK)
-  return in_query_chunks(attend, queries, query_positions, keys.shape[2], size)
+    def attend(
+      queries: Float[Array, "R K G C D"], positions: Int[Array, "R C"]
+    ) -> Partial:
+      slots = of_rows(key_positions)
+      place = (layer, start)
+      return _attend(queries, keys, values, positions, slots, options, place)
+
+    size = QUERY_CHUNK
+    if target_platform() == "cpu":
+      size = min(size, CPU_QUERY_CHUNK)
+    parts = of_rows(queries), of_rows(query_positions)
+    return in_query_chunks(attend, *parts, keys.shape[2], size)
+
+  batch = queries.shape[0]
+  rows = _rows_at_once(keys)
+  if rows == batch:
+    return attend_rows(jnp.zeros((), jnp.int32), batch)
+  starts = jnp.arange(0, batch, rows, dtype=jnp.int32)
+  parts = jax.lax.map(lambda start: attend_rows(start, rows), starts)
+  return jax.tree.map(lambda x: x.reshape(batch, *x.shape[2:]), parts)
+
+
+def _rows_at_once(keys: Float[Array, "L B K T D"] | Quantized) -> int:
+  """Returns how many rows, a divisor of all, attend at once."""
+  layers, batch, heads, slots, dim = keys.shape
+  if layers == 1 or target_platform() != "cpu":
+    return batch
+  most = max(1, COPIED // (heads * slots * dim))
+  return max(
+    rows for rows in range(1, batch + 1) if batch % rows == 0 and rows <= most
+  )
 
 
 def _attend(
   queries: Float[Array, "B K G S D"],
-  keys: Float[Array, "L B K T D"] | Quantized,
-  values: Float[Array, "L B K T Dv"] | Quantized,
+  keys: Float[Array, "L R K T D"] | Quantized,
+  values: Float[Array, "L R K T Dv"] | Quantized,
   query_positions: Int[Array, "B S"],
   key_positions: Int[Array, "B K T"],
   options: AttentionOptions,
-  layer: Int[Array, ""],
+  place: tuple[Int[Array, ""], Int[Array, ""]],
 ) -> Partial:
+  """Attends to the slots of B rows, which begin at a place in L and R."""
   batch, kv_heads, group, length, dim = queries.shape
   queries, options = options.prescale(queries)
   queries = queries.reshape(batch, kv_heads, group * length, dim)
   query_positions = jnp.tile(query_positions, (1, group))
   slots = keys.shape[3]
-  logits = LOGITS
-  if length > 1 and target_platform() == "cpu":
-    logits = min(logits, CPU_LOGITS)
-  # At least 256, since no more than QUERY_CHUNK queries arrive at a time.
-  size = min(slots, logits // length)
+  size = _slots_at_once(keys, batch, length)
   if isinstance(keys, Quantized) or isinstance(values, Quantized):
     size = min(size, DEQUANTIZED)
-  if keys.shape[0] > 1 and target_platform() == "cpu":
-    # Entries of one slot in all rows and KV heads, which are sliced together.
-    slot = keys.shape[1] * keys.shape[2] * keys.shape[4]
-    size = min(size, max(1, COPIED // slot))
   # The rows of a device skip a chunk together, so that the latest query of any
   # of them counts.
   last_query = jnp.max(query_positions)
@@ -114,7 +133,9 @@ def _attend(
     def chunk(
       x: Float[Array, "L B K T D"] | Quantized,
     ) -> Float[Array, "B K C D"]:
-      part = jax.tree.map(functools.partial(_slice, layer, start, size), x)
+      part = jax.tree.map(
+        functools.partial(_slice, place, batch, start, size), x
+      )
       return dequantize(part, queries.dtype)
 
     def update(seen: Online) -> Online:
@@ -146,16 +167,35 @@ def _attend(
   )
 
 
+def _slots_at_once(
+  keys: Float[Array, "L R K T D"] | Quantized, batch: int, length: int
+) -> int:
+  """Returns how many slots of each row a chunk of `length` queries reads."""
+  layers, _, heads, slots, dim = keys.shape
+  # At least 256, since no more than QUERY_CHUNK queries arrive at a time.
+  size = min(slots, LOGITS // length)
+  if target_platform() != "cpu":
+    return size
+  if length > 1:
+    size = min(size, CPU_LOGITS // length)
+  if layers > 1:
+    # Slots of all B rows and KV heads are copied together.
+    size = min(size, max(1, COPIED // (batch * heads * dim)))
+  # Equal chunks: the last one is full-sized, too, and masks what it repeats.
+  return -(-slots // -(-slots // size))
+
+
 def _slice(
-  layer: Int[Array, ""],
+  place: tuple[Int[Array, ""], Int[Array, ""]],
+  rows: int,
   start: Int[Array, ""],
   size: int,
-  x: Shaped[Array, "L B K T D"],
+  x: Shaped[Array, "L R K T D"],
 ) -> Shaped[Array, "B K C D"]:
   """Slices slots of a layer at once, so that XLA makes at most one copy."""
   zero = jnp.zeros((), jnp.int32)
-  where = (layer, zero, zero, start, zero)
-  sizes = (1, *x.shape[1:3], size, x.shape[4])
+  where = (*place, zero, start, zero)
+  sizes = (1, rows, x.shape[2], size, x.shape[4])
   return jax.lax.dynamic_slice(x, where, sizes)[0]
 
 

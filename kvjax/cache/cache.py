@@ -7,13 +7,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from kvjax.cache.base import Layer
 from kvjax.cache.sharding import shard_stack
 from kvjax.errors import InputError
 from kvjax.model import ranks
-from kvjax.placement import nbytes_by_memory
+from kvjax.placement import is_on_host, nbytes_by_memory
 from kvjax.struct import static, struct, tree_bytes
 
 
@@ -126,9 +127,9 @@ class Cache:
     return self._by_layer(_num_attended)
 
   def _by_layer(
-    self, count_tokens: Callable[[Layer], Array]
+    self, count_tokens: Callable[[tuple[Layer, ...]], list[Array]]
   ) -> Int[Array, "L B K"]:
-    counts = [count_tokens(stack) for stack in self.stacks]
+    counts = count_tokens(self.stacks)
     if len({count.shape[1:] for count in counts}) > 1:
       raise InputError(
         "Layers of this cache have different numbers of KV heads; count one "
@@ -139,8 +140,8 @@ class Cache:
 
 
 # Compiled, since operations one by one would each be a program.
-_lengths = jax.jit(lambda stack: stack.lengths)
-_num_attended = jax.jit(lambda stack: stack.num_attended)
+_lengths = jax.jit(lambda stacks: [stack.lengths for stack in stacks])
+_num_attended = jax.jit(lambda stacks: [stack.num_attended for stack in stacks])
 
 
 def _join_key(cache: Cache) -> Any:
@@ -250,7 +251,12 @@ def stack(caches: Sequence[Cache]) -> Cache:
     largest = functools.reduce(_grown, caches)
     key = _join_key(largest)
     if all(_join_key(_grown(cache, largest)) == key for cache in caches):
-      return _join(tuple(caches), spread=any(map(_is_spread, caches)))
+      if any(map(_is_spread, caches)):
+        return _concatenate(tuple(caches))
+      joined = _zeros(largest, len(caches))
+      for place, cache in enumerate(caches):
+        joined = _write(joined, cache, np.int32(place))
+      return joined
   raise InputError(
     "Only caches of equally many rows, whose layers are of the same kinds, and "
     "that evict by the same plan while decoding, can be joined; group them "
@@ -259,56 +265,86 @@ def stack(caches: Sequence[Cache]) -> Cache:
 
 
 def _is_spread(cache: Cache) -> bool:
-  """Whether a cache is on several devices, or may be, inside of a program."""
+  """Whether slices of a cache cannot be written in place by other programs.
+
+  Its rows are on several devices, it is on a host, or inside of a program.
+  """
   return any(
-    isinstance(leaf, jax.core.Tracer) or len(leaf.devices()) > 1
+    isinstance(leaf, jax.core.Tracer)
+    or len(leaf.devices()) > 1
+    or is_on_host(leaf)
     for leaf in jax.tree.leaves(cache.stacks)
   )
 
 
-# One program, since operations one by one would each be compiled.
-@functools.partial(jax.jit, static_argnames="spread")
-def _join(caches: tuple[Cache, ...], spread: bool) -> Cache:
-  """Joins caches, which grow to the largest.
-
-  Args:
-    caches: the caches.
-    spread: whether they are spread over several devices.
-  """
+@jax.jit
+def _concatenate(caches: tuple[Cache, ...]) -> Cache:
+  """Joins caches, which grow to the largest, in one program."""
 
   def join(*leaves: Array) -> Array:
     if leaves[0].ndim == 1:  # cursors: all rows continue after the fullest
       return jnp.max(jnp.stack(leaves), axis=0)
-    # Slices cannot be written in place where rows are on several devices.
-    return jnp.concatenate(leaves, axis=1) if spread else _concatenate(leaves)
-
-  def join_rows(*leaves: Array) -> Array:
-    return jnp.concatenate(leaves, axis=0)
+    return jnp.concatenate(leaves, axis=1)
 
   largest = functools.reduce(_grown, caches)
   first, *rest = (cache.grown_like(largest) for cache in caches)
-  return dataclasses.replace(
-    first,
-    stacks=jax.tree.map(join, first.stacks, *(c.stacks for c in rest)),
-    next_positions=join_rows(*(c.next_positions for c in caches)),
-    protected=jax.tree.map(
-      join_rows, first.protected, *(c.protected for c in rest)
-    ),
+  stacks = jax.tree.map(join, first.stacks, *(c.stacks for c in rest))
+  rows = jax.tree.map(
+    lambda *leaves: jnp.concatenate(leaves),
+    _row_leaves(first),
+    *map(_row_leaves, rest),
   )
+  return _of_parts(first, stacks, rows)
 
 
-def _concatenate(leaves: Sequence[Array]) -> Array:
-  """Concatenates along axis 1 in place.
+@functools.partial(jax.jit, static_argnames=("largest", "count"))
+def _zeros(largest: Cache, count: int) -> Cache:
+  """Makes room for the rows of `count` caches of the same shapes."""
 
-  For `jnp.concatenate`, CPUs first make a copy of every leaf that has grown,
-  from nine leaves on.
-  """
-  rows = leaves[0].shape[1]
-  shape = (len(leaves[0]), rows * len(leaves), *leaves[0].shape[2:])
-  joined = jnp.zeros(shape, leaves[0].dtype)
-  for number, leaf in enumerate(leaves):
-    joined = jax.lax.dynamic_update_slice_in_dim(joined, leaf, number * rows, 1)
-  return joined
+  def zeros(shape: Any, axis: int) -> Array:
+    sizes = list(shape.shape)
+    if len(sizes) > axis:
+      sizes[axis] *= count
+    return jnp.zeros(sizes, shape.dtype)
+
+  stacks = jax.tree.map(lambda x: zeros(x, 1), largest.stacks)
+  rows = jax.tree.map(lambda x: zeros(x, 0), _row_leaves(largest))
+  return _of_parts(largest, stacks, rows)
+
+
+# A program for each size of a cache, however many are joined. All of them in
+# one program take a second of compilation per dozen, and CPUs copied what grew.
+@functools.partial(jax.jit, donate_argnames="joined")
+def _write(joined: Cache, cache: Cache, place: Int[Array, ""]) -> Cache:
+  """Writes the rows of a cache, which grows, to their place in a joined one."""
+
+  def write(into: Array, leaf: Array, axis: int) -> Array:
+    if leaf.ndim <= axis:  # cursors: all rows continue after the fullest
+      return jnp.maximum(into, leaf)
+    start = place * leaf.shape[axis]
+    return jax.lax.dynamic_update_slice_in_dim(into, leaf, start, axis)
+
+  cache = cache.grown_like(joined)
+  stacks = jax.tree.map(
+    functools.partial(write, axis=1), joined.stacks, cache.stacks
+  )
+  rows = jax.tree.map(
+    functools.partial(write, axis=0), _row_leaves(joined), _row_leaves(cache)
+  )
+  return _of_parts(joined, stacks, rows)
+
+
+def _row_leaves(cache: Cache) -> tuple[Any, Any]:
+  """The arrays whose first axis is the batch."""
+  return cache.next_positions, cache.protected
+
+
+def _of_parts(cache: Cache, stacks: Any, rows: tuple[Any, Any]) -> Cache:
+  """Replaces all arrays of a cache."""
+  positions, protected = rows
+  return dataclasses.replace(
+    cache, stacks=stacks, next_positions=positions, protected=protected
+  )
 
 
 def unstack(cache: Cache, count: int) -> tuple[Cache, ...]:

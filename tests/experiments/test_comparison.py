@@ -147,8 +147,9 @@ def test_a_batch_is_prefilled_once_and_equal_caches_asked_together(
   tiny, tmp_path, counted
 ):
   compared(tiny, tmp_path)
-  # Two tasks in batches of two and one; full, half and unequal caches.
-  assert counted == {"sweep": 4, "generate": 12}
+  # Six contexts in batches of two, one with both tasks; full, half and unequal
+  # caches.
+  assert counted == {"sweep": 3, "generate": 9}
 
 
 @pytest.mark.slow
@@ -223,8 +224,8 @@ def test_a_stopped_run_goes_on_where_it_stopped(tiny, tmp_path, whole, counted):
     compared(tiny, tmp_path, stop_at_fourth)
   assert counted == {"sweep": 2, "generate": 4}
   results = compared(tiny, tmp_path, lambda task, new: told.append(new))
-  # The second batch again for its other groups, then the second task.
-  assert told == [2, 2, 6, 1, 0, 1, 3, 2, 2, 6, 1, 1, 3]
+  # The second batch, which has both tasks, again for its other groups.
+  assert told == [2, 2, 6, 1, 1, 1, 3, 3, 2, 2, 6]
   assert results.answers == whole.answers
   lines = (tmp_path / "samples.jsonl").read_bytes().splitlines()
   expected = (whole.folder / "samples.jsonl").read_bytes().splitlines()
@@ -255,7 +256,20 @@ def test_only_what_is_new_is_asked(tiny, tmp_path, monkeypatch):
   assert asked == [(["keydiff"], 2)] * 2
   asked.clear()
   compared(tiny, tmp_path, chosen=CHOSEN[:3])
-  assert asked == [(["full", "streaming", "keydiff"], 1)] * 2
+  assert asked == [(["full", "streaming", "keydiff"], 2)]
+
+
+def test_answers_of_other_lengths_have_batches_of_their_own(
+  tiny, tmp_path, counted
+):
+  (part, drawn), (other, others) = SAMPLES.items()
+  longer = [dataclasses.replace(s, max_new_tokens=9) for s in others]
+  samples = {part: drawn[:1], other: longer[:1]}
+  results = compared(tiny, tmp_path, chosen=CHOSEN[:1], samples=samples)
+  assert counted["sweep"] == 2
+  most = {key.part: each.answer_tokens for key, each in results.answers.items()}
+  assert most[part] <= drawn[0].max_new_tokens < 9
+  assert most[other] <= 9
 
 
 def test_a_prompt_longer_than_the_context_is_refused(tiny, tmp_path):
