@@ -20,9 +20,9 @@ from kvjax import methods as methods
 from kvjax import retrieval as retrieval
 from kvjax.activations import Activations as Activations
 from kvjax.cache.cache import Cache as Cache
-from kvjax.cache.cache import group_caches as group_caches
-from kvjax.cache.cache import stack as stack
-from kvjax.cache.cache import unstack as unstack
+from kvjax.cache.joining import group_caches as group_caches
+from kvjax.cache.joining import stack as stack
+from kvjax.cache.joining import unstack as unstack
 from kvjax.cache.layers import LayerCache as LayerCache
 from kvjax.calibration.calibrating import calibrate as calibrate
 from kvjax.calibration.features import Features as Features

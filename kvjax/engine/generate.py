@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
 
-from kvjax.cache.cache import Cache, group_caches, stack, unstack
+from kvjax.cache.cache import Cache
+from kvjax.cache.joining import group_caches, stack, unstack
 from kvjax.engine.capacity import (
   check_prompts,
   check_room,

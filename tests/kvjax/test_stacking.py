@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.cache import cache as stacking
+from kvjax.cache import joining as stacking
 from kvjax.cache.sharding import parse_mesh, split_mesh
 from kvjax.errors import InputError
 from kvjax.struct import tree_bytes
@@ -25,17 +25,21 @@ ANSWERS = kvjax.Prompts.of([[8, 4], [1, 2, 3], [6], [33, 20]])
 DECODING = kvjax.Decoding(7)
 
 
+_draw = np.random.default_rng(5)
+PROMPTS = kvjax.Prompts.of(
+  [_draw.integers(5, 64, length).tolist() for length in LENGTHS],
+  repeat_request=REQUEST,
+)
+
+
 @functools.cache
 def caches_of(method, kv_dtype=None):
   """Caches of one method at three budgets."""
-  draw = np.random.default_rng(5)
-  rows = [draw.integers(5, 64, length).tolist() for length in LENGTHS]
-  prompts = kvjax.Prompts.of(rows, repeat_request=REQUEST)
   plans = [
     kvjax.get_plan(method, kvjax.Retention(share), kv_dtype=kv_dtype)
     for share in SHARES
   ]
-  return kvjax.sweep(MODEL, PARAMS, prompts, plans)[0]
+  return kvjax.sweep(MODEL, PARAMS, PROMPTS, plans)[0]
 
 
 def answers(cache, times=1):
@@ -112,7 +116,7 @@ def test_budgets_are_joined_on_a_mesh(method, axes):
 def test_pools_keep_the_order_of_their_pages():
   """A smaller pool's pages fill the slabs of a larger one from the first."""
   large, small, _ = caches_of("kvzip:chunk=128")
-  grown = small.grown_like(large)
+  grown = stacking._grow_like(small, large)
   heads = np.asarray(grown.stacks[0].pages.heads)
   used = np.moveaxis(heads, 1, 0).reshape(len(LENGTHS), -1)
   for row in used:
@@ -157,6 +161,28 @@ def test_a_program_joins_any_number_of_caches():
   kvjax.stack(caches * 7)
   # The joined cache has another shape, and three sizes are written into it.
   assert stacking._write._cache_size() == compiled + len(caches)
+
+
+def test_layers_of_other_sizes_join_where_layers_share_a_stack():
+  """The first and the last layer of the second cache are of one size."""
+  sizes = kvjax.PerLayer([kvjax.Tokens(90), kvjax.Tokens(20), kvjax.Tokens(90)])
+  budgets = kvjax.Tokens(100), sizes, kvjax.Tokens(30)
+  plans = [kvjax.get_plan("keydiff", budget) for budget in budgets]
+  caches = kvjax.sweep(MODEL, PARAMS, PROMPTS, plans)[0]
+  assert caches[1].order == (0, 1, 0)
+  assert kvjax.group_caches(caches) == [[0], [1], [2]]
+  assert kvjax.group_caches(caches, 2**30) == [[0, 1, 2]]
+  slots = MODEL.geometry.layers[0].kv_heads * 4 * (2 * 4 * 8 + 4)
+  padding = (10 + 80 + 10) * slots
+  assert kvjax.group_caches(caches[:2], padding) == [[0, 1]]
+  assert kvjax.group_caches(caches[:2], padding - 1) == [[0], [1]]
+  joined = check_joined(caches)
+  assert joined.order == (0, 0, 0)
+  assert check_joined([caches[1], caches[0]]).order == (0, 0, 0)
+  # A larger layer of the second cache would not fit.
+  assert kvjax.group_caches(caches[1:], 2**30) == [[0], [1]]
+  with pytest.raises(InputError, match="of the same kinds"):
+    kvjax.stack(caches[1:])
 
 
 def test_a_program_may_stack():
