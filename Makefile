@@ -12,7 +12,7 @@
 #   make test-adapters  run the tests with packages of other models
 #   make peers    set up kvpress in .peers, for benchmark_peers
 #   make clean    remove .venv and the caches
-# ARGS is passed on: make demo ARGS="--samples=2", make test ARGS="-k cache".
+# ARGS is passed on: make demo ARGS="--samples=8", make test ARGS="-k cache".
 
 BIN := .venv/bin
 READY := .venv/.ready

@@ -11,8 +11,8 @@ to results/demo. An interrupted run resumes where it stopped.
 
 Expect 88 % of the needles with the full cache (--samples=24), and at half of it
 60 % with KeyDiff, 54 % with Compactor and TOVA, 31 % with StreamingLLM, 19 %
-with SnapKV and none at random. It takes four minutes on two slow cores, and
-three the next time, as compiled programs are cached.
+with SnapKV and none at random. The default, --samples=2, takes three minutes on
+two slow cores, and less the next time, as compiled programs are cached.
 --model=reference asks the small model that comes with kvjax.
 
   kvjax compare --text=notes.txt --question="Who called?"
@@ -63,7 +63,7 @@ for module in (
   speed_inputs,
 ):
   flags.adopt_module_key_flags(module)
-flags.set_default(needle_inputs.SAMPLES, 3)
+flags.set_default(needle_inputs.SAMPLES, 2)
 flags.set_default(needle_inputs.TASKS, ["niah_single_2", "niah_multikey_1"])
 
 _OUTPUT = flags.DEFINE_string("output", "results/demo", "Output folder.")

@@ -281,4 +281,4 @@ def test_help_lists_the_flags_and_succeeds(run_binary):
   assert "  --[no]dry_run: " in result.stdout
   assert "  --heads=kv|query: " in result.stdout
   # The program's default, not that of the module that defines the flag.
-  assert "  --samples=N: Samples per task. Default: 3." in lines
+  assert "  --samples=N: Samples per task. Default: 2." in lines
