@@ -137,8 +137,8 @@ def replies(
     lm: the model.
     candidates: methods and budgets.
     contexts: at most `shape.rows` contexts with their prompts, all with the
-      same `max_new_tokens` and sampling. If questions are prefilled, each
-      context has one.
+      same `max_new_tokens` and sampling, and with turns that all stay in the
+      cache or do not. If questions are prefilled, each context has one.
     shape: see `Shape`.
     seconds: the elapsed time is added to it.
 

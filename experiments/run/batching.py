@@ -96,8 +96,9 @@ def batches_of(
 ) -> Iterator[tuple[Shape, list[Context]]]:
   """Batches contexts of one kind and similar length, with their padded shape.
 
-  Parts share a batch if their answers do. Shapes depend on all contexts,
-  including answered ones, so that a resumed run reuses its compiled programs.
+  Parts whose answers have the same length and sampling share batches. Shapes
+  depend on all contexts, including answered ones, so that a resumed run reuses
+  its compiled programs.
   """
   shapes: dict[int, Shape] = {}
   # Nothing may follow a context that ends with its question.
@@ -125,7 +126,9 @@ def _kind(context: Context) -> Hashable:
   """What contexts of one batch have in common besides their length."""
   first = context.prompts[0]
   most = max(prompt.max_new_tokens for prompt in context.prompts)
-  return most, first.sampling, first.stays
+  # Turns that stay take room in the cache, equally many in all rows.
+  turns = len(context.prompts) if first.stays else 0
+  return most, first.sampling, turns
 
 
 def _by_length(contexts: Sequence[Context]) -> Iterator[list[Context]]:

@@ -19,8 +19,8 @@ DEFAULT = (
   "niah_multiquery",
 )
 PASSKEY = "passkey"
-# Tokens of an answer beside what it lists. Lengths are multiples, as samples of
-# a task decode together.
+# Tokens of an answer beside what it lists. Lengths are multiples, as samples
+# whose answers are equally long decode together.
 _MARGIN, _MULTIPLE = 4, 4
 TASKS = (*niah.TASKS, PASSKEY)
 

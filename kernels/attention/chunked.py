@@ -1,6 +1,7 @@
 """Attention by online softmax over chunks of slots, in XLA."""
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ QUERY_CHUNK = 256
 # Logits per head in memory at once: a single query reads all its slots in one
 # chunk, a chunk of 256 queries reads 512 slots at a time.
 LOGITS = 2**17
-# CPUs attend with 128 queries to 256 slots at a time: the logits then stay in
+# CPUs attend with 128 queries to 256 slots at most: the logits then stay in
 # the processor's cache, which saves a tenth (4,096 tokens) to a third (896) of
 # the time of 256 x 512 on an EPYC. A single query reads each slot once anyway.
 CPU_QUERY_CHUNK = 128
@@ -60,15 +61,15 @@ def _attend_in_chunks(
   key_positions: Int[Array, "B K T"],
   layer: Int[Array, ""],
 ) -> Partial:
-  def attend_rows(start: Int[Array, ""], rows: int) -> Partial:
+  def attend_rows(first_row: Int[Array, ""]) -> Partial:
     def of_rows(x: Shaped[Array, "B *X"]) -> Shaped[Array, "R *X"]:
-      return jax.lax.dynamic_slice_in_dim(x, start, rows, 0)
+      return jax.lax.dynamic_slice_in_dim(x, first_row, rows, 0)
 
     def attend(
       queries: Float[Array, "R K G C D"], positions: Int[Array, "R C"]
     ) -> Partial:
       slots = of_rows(key_positions)
-      place = (layer, start)
+      place = _Place(layer, first_row)
       return _attend(queries, keys, values, positions, slots, options, place)
 
     size = QUERY_CHUNK
@@ -80,41 +81,54 @@ def _attend_in_chunks(
   batch = queries.shape[0]
   rows = _rows_at_once(keys)
   if rows == batch:
-    return attend_rows(jnp.zeros((), jnp.int32), batch)
+    return attend_rows(jnp.zeros((), jnp.int32))
   starts = jnp.arange(0, batch, rows, dtype=jnp.int32)
-  parts = jax.lax.map(lambda start: attend_rows(start, rows), starts)
-  return jax.tree.map(lambda x: x.reshape(batch, *x.shape[2:]), parts)
+  # The last rows begin early enough to be as many as the others.
+  parts = jax.lax.map(attend_rows, jnp.minimum(starts, batch - rows))
+  others = (len(starts) - 1) * rows
+
+  def join(x: Float[Array, "C R *X"]) -> Float[Array, "B *X"]:
+    joined = x.reshape(-1, *x.shape[2:])
+    if len(joined) == batch:
+      return joined
+    return jnp.concatenate([joined[:others], joined[others - batch :]])
+
+  return jax.tree.map(join, parts)
+
+
+class _Place(NamedTuple):
+  """Where the rows that attend at once begin in stacks of layers."""
+
+  layer: Int[Array, ""]
+  first_row: Int[Array, ""]
 
 
 def _rows_at_once(keys: Float[Array, "L B K T D"] | Quantized) -> int:
-  """Returns how many rows, a divisor of all, attend at once."""
   layers, batch, heads, slots, dim = keys.shape
   if layers == 1 or target_platform() != "cpu":
     return batch
   most = max(1, COPIED // (heads * slots * dim))
-  return max(
-    rows for rows in range(1, batch + 1) if batch % rows == 0 and rows <= most
-  )
+  return -(-batch // -(-batch // most))
 
 
 def _attend(
-  queries: Float[Array, "B K G S D"],
-  keys: Float[Array, "L R K T D"] | Quantized,
-  values: Float[Array, "L R K T Dv"] | Quantized,
-  query_positions: Int[Array, "B S"],
-  key_positions: Int[Array, "B K T"],
+  queries: Float[Array, "R K G S D"],
+  keys: Float[Array, "L B K T D"] | Quantized,
+  values: Float[Array, "L B K T Dv"] | Quantized,
+  query_positions: Int[Array, "R S"],
+  key_positions: Int[Array, "R K T"],
   options: AttentionOptions,
-  place: tuple[Int[Array, ""], Int[Array, ""]],
+  place: _Place,
 ) -> Partial:
-  """Attends to the slots of B rows, which begin at a place in L and R."""
-  batch, kv_heads, group, length, dim = queries.shape
+  rows, kv_heads, group, length, dim = queries.shape
   queries, options = options.prescale(queries)
-  queries = queries.reshape(batch, kv_heads, group * length, dim)
+  queries = queries.reshape(rows, kv_heads, group * length, dim)
   query_positions = jnp.tile(query_positions, (1, group))
   slots = keys.shape[3]
-  size = _slots_at_once(keys, batch, length)
+  size = slots
   if isinstance(keys, Quantized) or isinstance(values, Quantized):
     size = min(size, DEQUANTIZED)
+  size = _slots_at_once(keys, size, rows, length)
   # The rows of a device skip a chunk together, so that the latest query of any
   # of them counts.
   last_query = jnp.max(query_positions)
@@ -132,9 +146,9 @@ def _attend(
 
     def chunk(
       x: Float[Array, "L B K T D"] | Quantized,
-    ) -> Float[Array, "B K C D"]:
+    ) -> Float[Array, "R K C D"]:
       part = jax.tree.map(
-        functools.partial(_slice, place, batch, start, size), x
+        functools.partial(_slice, place, rows, start, size), x
       )
       return dequantize(part, queries.dtype)
 
@@ -163,35 +177,41 @@ def _attend(
   seen, _ = jax.lax.scan(visit, seen, jnp.arange(-(-slots // size)))
   partial = seen.partial(queries.dtype)
   return jax.tree.map(
-    lambda x: x.reshape(batch, kv_heads, group, length, *x.shape[3:]), partial
+    lambda x: x.reshape(rows, kv_heads, group, length, *x.shape[3:]), partial
   )
 
 
 def _slots_at_once(
-  keys: Float[Array, "L R K T D"] | Quantized, batch: int, length: int
+  keys: Float[Array, "L B K T D"] | Quantized, most: int, rows: int, length: int
 ) -> int:
-  """Returns how many slots of each row a chunk of `length` queries reads."""
+  """Returns how many slots `length` queries of each of some rows read at once.
+
+  Args:
+    keys: the keys.
+    most: the most slots that are possible.
+    rows: number of the rows.
+    length: number of queries per head, at most QUERY_CHUNK.
+  """
   layers, _, heads, slots, dim = keys.shape
-  # At least 256, since no more than QUERY_CHUNK queries arrive at a time.
-  size = min(slots, LOGITS // length)
+  size = min(most, LOGITS // length)
   if target_platform() != "cpu":
     return size
   if length > 1:
     size = min(size, CPU_LOGITS // length)
   if layers > 1:
-    # Slots of all B rows and KV heads are copied together.
-    size = min(size, max(1, COPIED // (batch * heads * dim)))
+    # Slots of all rows and KV heads are copied together.
+    size = min(size, max(1, COPIED // (rows * heads * dim)))
   # Equal chunks: the last one is full-sized, too, and masks what it repeats.
   return -(-slots // -(-slots // size))
 
 
 def _slice(
-  place: tuple[Int[Array, ""], Int[Array, ""]],
+  place: _Place,
   rows: int,
   start: Int[Array, ""],
   size: int,
-  x: Shaped[Array, "L R K T D"],
-) -> Shaped[Array, "B K C D"]:
+  x: Shaped[Array, "L B K T D"],
+) -> Shaped[Array, "R K C D"]:
   """Slices slots of a layer at once, so that XLA makes at most one copy."""
   zero = jnp.zeros((), jnp.int32)
   where = (*place, zero, start, zero)

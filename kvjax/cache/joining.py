@@ -98,13 +98,17 @@ def _grown(cache: Cache, other: Cache) -> Cache:
 def _grow_like(cache: Cache, other: Cache) -> Cache:
   """Grows stacks to the sizes of another cache, where these are larger.
 
-  Stacks whose layers share one there are joined. Nothing changes if they differ
-  otherwise, or belong to one stack here and to several there.
-
   Args:
     cache: the cache.
     other: another cache, or its shapes.
+
+  Returns:
+    The cache, whose stacks are joined where their layers share one in `other`.
+    It is as it was if layers are of other kinds, larger than those of the stack
+    that they would join, or in one stack here and in several there.
   """
+  if _without_cache(cache) != _without_cache(other):
+    return cache
   stacks = []
   for layers, its in zip(_layers(other.order), other.stacks, strict=True):
     own = dict.fromkeys(cache.order[layer] for layer in layers)
@@ -117,11 +121,13 @@ def _grow_like(cache: Cache, other: Cache) -> Cache:
     if sorted(stored) != layers or len(set(map(_kind, parts.values()))) != 1:
       return cache
     stacks.append(_join_layers(list(parts.values()), stored))
-  if sum(map(len, _layers(cache.order))) != sum(map(len, _layers(other.order))):
-    return cache
   return dataclasses.replace(
     cache, stacks=tuple(map(shard_stack, stacks)), order=other.order
   )
+
+
+def _without_cache(cache: Cache) -> list[bool]:
+  return [stack < 0 for stack in cache.order]
 
 
 def _layers(order: Sequence[int]) -> list[list[int]]:
@@ -158,14 +164,14 @@ def _join_layers(stacks: Sequence[Layer], stored: Sequence[int]) -> Layer:
 def stack(caches: Sequence[Cache]) -> Cache:
   """Joins caches along the batch, to decode them together.
 
-  Smaller caches grow to the sizes of the largest, whose layers must share their
-  stacks if those of any other do.
+  Smaller caches grow to the sizes of the largest. Layers that share a stack in
+  one cache must share one in the largest.
 
   Raises:
     InputError: there is none; they have different numbers of rows; their layers
-      are of different kinds, are stacked otherwise, or differ in what does not
-      grow, such as heads, channels, and the keys that a retrieval method
-      reads; or they evict by different plans while decoding.
+      are of different kinds, are larger than a stack that they would join, or
+      differ in what does not grow, such as heads, channels, and the keys that a
+      retrieval method reads; or they evict by different plans while decoding.
 
   Examples:
     >>> import kvjax
@@ -186,14 +192,16 @@ def stack(caches: Sequence[Cache]) -> Cache:
     if all(_join_key(_grown(cache, largest)) == key for cache in caches):
       if any(map(_is_spread, caches)):
         return _concatenate(tuple(caches))
-      joined = _zeros(largest, len(caches))
+      leaves, structure = jax.tree.flatten(largest)
+      shapes = tuple((leaf.shape, jnp.dtype(leaf.dtype)) for leaf in leaves)
+      joined = _zeros(shapes=shapes, structure=structure, count=len(caches))
       for place, cache in enumerate(caches):
         joined = _write(joined, cache, np.int32(place))
       return joined
   raise InputError(
-    "Only caches of equally many rows, whose layers are of the same kinds, and "
-    "that evict by the same plan while decoding, can be joined; group them "
-    "with kvjax.group_caches."
+    "Only caches of equally many rows, whose layers are of the same kinds and "
+    "fit the stacks of the largest, and that evict by the same plan while "
+    "decoding, can be joined; group them with kvjax.group_caches."
   )
 
 
@@ -224,29 +232,37 @@ def _concatenate(caches: tuple[Cache, ...]) -> Cache:
   stacks = jax.tree.map(join, first.stacks, *(c.stacks for c in rest))
   rows = jax.tree.map(
     lambda *leaves: jnp.concatenate(leaves),
-    _row_leaves(first),
-    *map(_row_leaves, rest),
+    _of_rows(first),
+    *map(_of_rows, rest),
   )
-  return _of_parts(first, stacks, rows)
+  return _with_arrays(first, stacks, rows)
 
 
-@functools.partial(jax.jit, static_argnames=("largest", "count"))
-def _zeros(largest: Cache, count: int) -> Cache:
-  """Makes room for the rows of `count` caches of the same shapes."""
+@functools.partial(jax.jit, static_argnames=("shapes", "structure", "count"))
+def _zeros(*, shapes: Any, structure: Any, count: int) -> Cache:
+  """Makes room for the rows of `count` caches of the same shapes.
 
-  def zeros(shape: Any, axis: int) -> Array:
-    sizes = list(shape.shape)
+  Args:
+    shapes: shape and dtype of each array of a cache.
+    structure: of the cache.
+    count: the number of caches.
+  """
+  leaves = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
+  cache: Cache = jax.tree.unflatten(structure, leaves)
+
+  def zeros(leaf: jax.ShapeDtypeStruct, axis: int) -> Array:
+    sizes = list(leaf.shape)
     if len(sizes) > axis:
       sizes[axis] *= count
-    return jnp.zeros(sizes, shape.dtype)
+    return jnp.zeros(sizes, leaf.dtype)
 
-  stacks = jax.tree.map(lambda x: zeros(x, 1), largest.stacks)
-  rows = jax.tree.map(lambda x: zeros(x, 0), _row_leaves(largest))
-  return _of_parts(largest, stacks, rows)
+  stacks = jax.tree.map(functools.partial(zeros, axis=1), cache.stacks)
+  rows = jax.tree.map(functools.partial(zeros, axis=0), _of_rows(cache))
+  return _with_arrays(cache, stacks, rows)
 
 
-# A program for each size of a cache, however many are joined. All of them in
-# one program take a second of compilation per dozen, and CPUs copied what grew.
+# A program for each size of the caches that are joined. One for all of them
+# would take a second of compilation per dozen, and CPUs would copy what grew.
 @functools.partial(jax.jit, donate_argnames="joined")
 def _write(joined: Cache, cache: Cache, place: Int[Array, ""]) -> Cache:
   """Writes the rows of a cache, which grows, to their place in a joined one."""
@@ -262,17 +278,17 @@ def _write(joined: Cache, cache: Cache, place: Int[Array, ""]) -> Cache:
     functools.partial(write, axis=1), joined.stacks, cache.stacks
   )
   rows = jax.tree.map(
-    functools.partial(write, axis=0), _row_leaves(joined), _row_leaves(cache)
+    functools.partial(write, axis=0), _of_rows(joined), _of_rows(cache)
   )
-  return _of_parts(joined, stacks, rows)
+  return _with_arrays(joined, stacks, rows)
 
 
-def _row_leaves(cache: Cache) -> tuple[Any, Any]:
+def _of_rows(cache: Cache) -> tuple[Any, Any]:
   """The arrays whose first axis is the batch."""
   return cache.next_positions, cache.protected
 
 
-def _of_parts(cache: Cache, stacks: Any, rows: tuple[Any, Any]) -> Cache:
+def _with_arrays(cache: Cache, stacks: Any, rows: tuple[Any, Any]) -> Cache:
   """Replaces all arrays of a cache."""
   positions, protected = rows
   return dataclasses.replace(
@@ -283,7 +299,8 @@ def _of_parts(cache: Cache, stacks: Any, rows: tuple[Any, Any]) -> Cache:
 def unstack(cache: Cache, count: int) -> tuple[Cache, ...]:
   """Splits a cache into `count` caches of equally many rows; undoes `stack`.
 
-  Those that grew to be stacked stay as large as the others.
+  Those that grew to be stacked stay as large as the others, and layers whose
+  stacks were joined share one.
 
   Each is a copy. All continue at the slot after the fullest row, so that those
   with shorter rows have less room left than alone.

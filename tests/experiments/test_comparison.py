@@ -227,9 +227,10 @@ def test_a_stopped_run_goes_on_where_it_stopped(tiny, tmp_path, whole, counted):
   # The second batch, which has both tasks, again for its other groups.
   assert told == [2, 2, 6, 1, 1, 1, 3, 3, 2, 2, 6]
   assert results.answers == whole.answers
+  # In another order, as other caches were asked together.
   lines = (tmp_path / "samples.jsonl").read_bytes().splitlines()
   expected = (whole.folder / "samples.jsonl").read_bytes().splitlines()
-  assert lines == expected
+  assert sorted(lines) == sorted(expected)
   before = dict(counted)
   compared(tiny, tmp_path)
   assert counted == before
@@ -269,7 +270,7 @@ def test_answers_of_other_lengths_have_batches_of_their_own(
   assert counted["sweep"] == 2
   most = {key.part: each.answer_tokens for key, each in results.answers.items()}
   assert most[part] <= drawn[0].max_new_tokens < 9
-  assert most[other] <= 9
+  assert drawn[0].max_new_tokens < most[other] <= 9
 
 
 def test_a_prompt_longer_than_the_context_is_refused(tiny, tmp_path):

@@ -55,6 +55,36 @@ def test_chunk_size_does_not_matter(monkeypatch, logits):
   np.testing.assert_allclose(ours, REFERENCE(*args), rtol=0, atol=2e-6)
 
 
+@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("copied", [1, 3000, 9000, 2**19])
+@pytest.mark.parametrize(("rows", "length"), [(6, 1), (7, 1), (7, 33)])
+def test_rows_of_a_layer_attend_few_at_a_time(
+  monkeypatch, rows, length, copied, quantized
+):
+  """Layers have 1,616 entries a row: one, five or all seven rows are copied."""
+  monkeypatch.setattr(chunked, "COPIED", copied)
+  layers = [block(seed, rows, 4, 2, length, 101, 8) for seed in range(3)]
+  q, k, v, queries, places = layers[1]
+  keys, values = (jnp.stack([layer[i] for layer in layers]) for i in (1, 2))
+  # Wider than keys.
+  v, values = (jnp.concatenate([x, x], axis=-1) for x in (v, values))
+  if quantized:
+    k, v, keys, values = (quantize(x, "int8") for x in (k, v, keys, values))
+  options = chunked.AttentionOptions(window=60)
+
+  def attend(q, keys, values, queries, places, layer):
+    return attention(
+      q, keys, values, queries, places, options=options, layer=layer
+    )
+
+  ours = jax.jit(attend)(q, keys, values, queries, places, jnp.int32(1))
+  reference = functools.partial(
+    attention, implementation="reference", options=options
+  )
+  expected = jax.jit(reference)(q, k, v, queries, places)
+  np.testing.assert_allclose(ours, expected, rtol=0, atol=2e-6)
+
+
 def test_equals_jax_nn_on_a_causal_prompt():
   q, k, v, places, _ = block(2, 2, 4, 2, 90, 90, 16)
   k, v = (jnp.asarray(np.nan_to_num(x)) for x in (k, v))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import numpy as np
@@ -147,20 +148,18 @@ def test_caches_grow_to_the_largest_in_each_size():
 @pytest.mark.parametrize("method", ["keydiff", "adakv", "kvzip:chunk=128"])
 def test_joining_needs_no_memory_besides_the_result(method):
   small, joined = caches_of(method)[-1], kvjax.stack(caches_of(method) * 4)
-  write = stacking._write.lower(joined, small, 3).compile()
+  write = stacking._write.lower(joined, small, np.int32(3)).compile()
   memory = write.memory_analysis()
   # All but the pointers to the results.
   assert memory.output_size_in_bytes - memory.alias_size_in_bytes < 200
   assert memory.temp_size_in_bytes < small.nbytes
 
 
-def test_a_program_joins_any_number_of_caches():
+def test_a_cache_of_each_size_compiles_once():
+  jax.clear_caches()
   caches = caches_of("keydiff")
-  kvjax.stack(caches)
-  compiled = stacking._write._cache_size()
   kvjax.stack(caches * 7)
-  # The joined cache has another shape, and three sizes are written into it.
-  assert stacking._write._cache_size() == compiled + len(caches)
+  assert stacking._write._cache_size() == len(caches) == 3
 
 
 def test_layers_of_other_sizes_join_where_layers_share_a_stack():
@@ -181,8 +180,25 @@ def test_layers_of_other_sizes_join_where_layers_share_a_stack():
   assert check_joined([caches[1], caches[0]]).order == (0, 0, 0)
   # A larger layer of the second cache would not fit.
   assert kvjax.group_caches(caches[1:], 2**30) == [[0], [1]]
-  with pytest.raises(InputError, match="of the same kinds"):
+  with pytest.raises(InputError, match="fit the stacks of the largest"):
     kvjax.stack(caches[1:])
+
+
+def test_caches_of_models_of_other_depths_are_not_joined():
+  deeper = TinyModel(kvjax.Geometry((SPEC,) * 4, 4096))
+  # Its last layer has no cache.
+  local = dataclasses.replace(SPEC, cache=False, weights=1)
+  partly = TinyModel(kvjax.Geometry((SPEC,) * 3 + (local,), 4096))
+  plan = kvjax.get_plan("keydiff", kvjax.Tokens(90))
+  foreign = [
+    kvjax.prefill(model, model.init(), PROMPTS, plan)[0]
+    for model in (deeper, partly)
+  ]
+  caches = [caches_of("keydiff")[0], *foreign]
+  assert kvjax.group_caches(caches, 2**30) == [[0], [1], [2]]
+  for pair in itertools.permutations(caches, 2):
+    with pytest.raises(InputError, match="of the same kinds"):
+      kvjax.stack(pair)
 
 
 def test_a_program_may_stack():
