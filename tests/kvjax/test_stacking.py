@@ -162,19 +162,23 @@ def test_a_cache_of_each_size_compiles_once():
   assert stacking._write._cache_size() == len(caches) == 3
 
 
-def test_layers_of_other_sizes_join_where_layers_share_a_stack():
-  """The first and the last layer of the second cache are of one size."""
+@functools.cache
+def caches_of_layers(kv_dtype=None):
+  """The second cache's first and last layer are of one size, its middle not."""
   sizes = kvjax.PerLayer([kvjax.Tokens(90), kvjax.Tokens(20), kvjax.Tokens(90)])
-  budgets = kvjax.Tokens(100), sizes, kvjax.Tokens(30)
-  plans = [kvjax.get_plan("keydiff", budget) for budget in budgets]
-  caches = kvjax.sweep(MODEL, PARAMS, PROMPTS, plans)[0]
+  plans = [
+    kvjax.get_plan("keydiff", budget, kv_dtype=kv_dtype)
+    for budget in (kvjax.Tokens(100), sizes, kvjax.Tokens(30))
+  ]
+  return kvjax.sweep(MODEL, PARAMS, PROMPTS, plans)[0]
+
+
+@pytest.mark.parametrize("kv_dtype", [None, "int8"])
+def test_layers_of_other_sizes_join_where_layers_share_a_stack(kv_dtype):
+  caches = caches_of_layers(kv_dtype)
   assert caches[1].order == (0, 1, 0)
   assert kvjax.group_caches(caches) == [[0], [1], [2]]
   assert kvjax.group_caches(caches, 2**30) == [[0, 1, 2]]
-  slots = MODEL.geometry.layers[0].kv_heads * 4 * (2 * 4 * 8 + 4)
-  padding = (10 + 80 + 10) * slots
-  assert kvjax.group_caches(caches[:2], padding) == [[0, 1]]
-  assert kvjax.group_caches(caches[:2], padding - 1) == [[0], [1]]
   joined = check_joined(caches)
   assert joined.order == (0, 0, 0)
   assert check_joined([caches[1], caches[0]]).order == (0, 0, 0)
@@ -182,6 +186,23 @@ def test_layers_of_other_sizes_join_where_layers_share_a_stack():
   assert kvjax.group_caches(caches[1:], 2**30) == [[0], [1]]
   with pytest.raises(InputError, match="fit the stacks of the largest"):
     kvjax.stack(caches[1:])
+
+
+def test_slots_that_layers_of_other_sizes_lack_are_padding():
+  caches = caches_of_layers()
+  slot = 4 * SPEC.kv_heads * (2 * 4 * SPEC.key_dim + 4)
+  padding = (10 + 80 + 10) * slot
+  assert kvjax.group_caches(caches[:2], padding) == [[0, 1]]
+  assert kvjax.group_caches(caches[:2], padding - 1) == [[0], [1]]
+
+
+def test_layers_of_other_sizes_join_on_a_mesh():
+  with jax.set_mesh(split_mesh(parse_mesh("data:2,model:2"), SPEC.kv_heads)):
+    joined = check_joined(caches_of_layers.__wrapped__())
+    assert joined.order == (0, 0, 0)
+  alone = caches_of_layers()
+  expected = [kept_positions(cache, row) for cache in alone for row in range(4)]
+  assert [kept_positions(joined, row) for row in range(12)] == expected
 
 
 def test_caches_of_models_of_other_depths_are_not_joined():
