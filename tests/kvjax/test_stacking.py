@@ -205,6 +205,28 @@ def test_layers_of_other_sizes_join_on_a_mesh():
   assert [kept_positions(joined, row) for row in range(12)] == expected
 
 
+def test_layers_of_other_sizes_join_beside_windows():
+  window = dataclasses.replace(SPEC, window=24)
+  model = TinyModel(kvjax.Geometry((SPEC, window, SPEC), 4096))
+  params = model.init()
+  sizes = kvjax.PerLayer([kvjax.Tokens(size) for size in (30, 30, 9)])
+  plans = [
+    kvjax.get_plan("keydiff", size) for size in (kvjax.Tokens(40), sizes)
+  ]
+  caches, _ = kvjax.sweep(model, params, PROMPTS, plans)
+  assert [cache.order for cache in caches] == [(0, 1, 0), (0, 1, 2)]
+  joined = kvjax.stack(caches)
+  assert joined.order == (0, 1, 0)
+  alone = [
+    kvjax.answer_nll(model, params, cache, QUESTIONS, ANSWERS)
+    for cache in caches
+  ]
+  both = kvjax.answer_nll(
+    model, params, joined, QUESTIONS.repeat(2), ANSWERS.repeat(2)
+  )
+  np.testing.assert_allclose(both, np.concatenate(alone), atol=1e-5)
+
+
 def test_caches_of_models_of_other_depths_are_not_joined():
   deeper = TinyModel(kvjax.Geometry((SPEC,) * 4, 4096))
   # Its last layer has no cache.
