@@ -78,12 +78,12 @@ def test_a_layers_full_cache_does_not_outlive_the_layer(monkeypatch):
 
 def test_tokens_are_written_into_the_cache_that_is_given():
   """A turn's temporaries are a layer's, whatever the number of layers."""
-  rows, slots, width = 2, 4096, 8
+  rows, slots, width = 2, 8192, 8
   numbers = functools.partial(jax.ShapeDtypeStruct, dtype="int32")
 
   def compiled(layers):
     """What a turn uses, and the bytes of the cache and of a layer's keys."""
-    model = TinyModel(Geometry.uniform(layers, 4, 2, 32, 4096))
+    model = TinyModel(Geometry.uniform(layers, 4, 2, 32, slots))
     place = rows, model.geometry.layers[0].kv_heads, slots
 
     def empty():
