@@ -108,7 +108,7 @@ def test_normalized_attention_evicts_repeatedly():
   ("name", "budget", "beside"),
   [
     ("keydiff", kvjax.Tokens(128), 0.35),
-    ("h2o", kvjax.Tokens(128), 2.3),
+    ("h2o", kvjax.Tokens(128), 1.35),
     ("snapkv:window=16", kvjax.Tokens(128), 0.35),
     ("lagkv:sinks=4:lag=32", kvjax.Retention(0.1), 0.2),
   ],
