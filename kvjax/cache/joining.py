@@ -190,7 +190,7 @@ def stack(caches: Sequence[Cache]) -> Cache:
     largest = functools.reduce(_grown, caches)
     key = _join_key(largest)
     if all(_join_key(_grown(cache, largest)) == key for cache in caches):
-      if any(map(_is_spread, caches)):
+      if any(map(_needs_one_program, caches)):
         return _concatenate(tuple(caches))
       leaves, structure = jax.tree.flatten(largest)
       shapes = tuple((leaf.shape, jnp.dtype(leaf.dtype)) for leaf in leaves)
@@ -205,10 +205,10 @@ def stack(caches: Sequence[Cache]) -> Cache:
   )
 
 
-def _is_spread(cache: Cache) -> bool:
-  """Whether slices of a cache cannot be written in place by other programs.
+def _needs_one_program(cache: Cache) -> bool:
+  """Whether a cache is on several devices, on a host, or inside of a program.
 
-  Its rows are on several devices, it is on a host, or inside of a program.
+  Its rows cannot be written in place by programs of their own then.
   """
   return any(
     isinstance(leaf, jax.core.Tracer)

@@ -123,3 +123,45 @@ def test_a_budget_follows_a_name():
   assert split_budget("ctkvr@0.5") == ("ctkvr", kvjax.Retention(0.5))
   with pytest.raises(InputError, match=r"compactor@0\.5 or keydiff@256"):
     split_budget("keydiff")
+
+
+def test_the_full_cache_comes_first_and_once():
+  budgets = [kvjax.Retention(1.0), kvjax.Retention(0.5), kvjax.Tokens(8)]
+  found = candidates(["keydiff", "full", "tova", "keydiff"], budgets)
+  assert [(c.method, c.budget) for c in found] == [
+    ("full", "1"),
+    ("keydiff", "0.5"),
+    ("keydiff", "8 tokens"),
+    ("tova", "0.5"),
+    ("tova", "8 tokens"),
+  ]
+  without = candidates(["tova"], [kvjax.Retention(0.5)])
+  assert [c.method for c in without] == ["full", "tova"]
+  assert [c.retention(16) for c in found[1:3]] == [0.5, 0.5]
+  assert all(c.full_at_one for c in found)
+  rounded = candidates(["tova"], budgets, kv_dtype="int8")
+  assert [(c.method, c.budget) for c in rounded] == [
+    ("full", "1"),
+    ("tova", "1"),
+    ("tova", "0.5"),
+    ("tova", "8 tokens"),
+  ]
+  assert [c.full_at_one for c in rounded] == [True, False, False, False]
+  with pytest.raises(InputError, match="nothing to compare"):
+    candidates([], budgets)
+
+
+def test_lookups_are_candidates_too():
+  budgets = [kvjax.Retention(0.5), kvjax.Tokens(8), kvjax.Retention(1.0)]
+  found = candidates(["ctkvr", "ctkvr.512", "flat/keydiff@0.5"], budgets)[1:]
+  assert [(c.method, c.budget) for c in found] == [
+    ("ctkvr", "0.5"),
+    ("ctkvr", "8 tokens"),
+    ("ctkvr.512", "512 tokens"),
+    ("flat/keydiff@0.5", "0.5"),
+    ("flat/keydiff@0.5", "8 tokens"),
+  ]
+  assert found[1].retention(16) == 0.5
+  assert len({c.options for c in found}) == 3
+  with pytest.raises(InputError, match="--methods has ctkvr: CTkvr indexes"):
+    candidates(["ctkvr"], budgets, kvjax.Schedule(block=8))
