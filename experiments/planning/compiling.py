@@ -9,13 +9,13 @@ import jax
 from kvjax.errors import InputError
 from kvjax.experiments.planning.sizes import Sizes, sizes
 from kvjax.experiments.tpu.chips import Chip
-from kvjax.experiments.tpu.collectives import Collective
 from kvjax.experiments.tpu.engine_programs import (
   Use,
   lower_decode,
   lower_prefill,
 )
-from kvjax.experiments.tpu.footprints import Footprint
+from kvjax.kernels.compiled.collectives import Collective
+from kvjax.kernels.compiled.footprints import Footprint
 from kvjax.model import LayerSpec
 
 # Layers of one kind are a loop. Of caches with more kinds than this, such as

@@ -1,1 +1,1 @@
-"""Compiles programs for TPUs and analyzes the compiled code."""
+"""Compiles programs for TPUs, of kernels and of published models."""

@@ -14,7 +14,7 @@ import jax
 from jax.extend.core import Literal, Var, jaxpr_as_fun
 from jax.sharding import Sharding
 
-from kvjax.experiments.tpu.footprints import Footprint
+from kvjax.kernels.compiled.footprints import Footprint
 from kvjax.placement import is_on_host
 
 # Opens contexts, such as a mesh.

@@ -23,9 +23,9 @@ from kvjax.cache.sparse import SparseLayer
 from kvjax.engine.decode import DecodedTokens, DecodingInputs, decode
 from kvjax.experiments.tpu.calls import compile_calls, measure_calls
 from kvjax.experiments.tpu.chips import Chip
-from kvjax.experiments.tpu.footprints import Footprint
 from kvjax.experiments.tpu.programs import Lowered, Program
 from kvjax.experiments.tpu.published import GEMMA, GPT_OSS, LLAMA, Published
+from kvjax.kernels.compiled.footprints import Footprint
 from kvjax.models.language_model import DecoderModel
 from kvjax.placement import DEVICE, HOST, is_on_host
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax
 
 from kvjax.experiments.tpu.chips import Chip
-from kvjax.experiments.tpu.footprints import Footprint
+from kvjax.kernels.compiled.footprints import Footprint
 
 KINDS = ("kernel", "prefill", "decode")
 

@@ -18,13 +18,13 @@ from kvjax.experiments.tpu import (
   outcomes,
   tables,
 )
-from kvjax.experiments.tpu.footprints import Footprint
 from kvjax.experiments.tpu.programs import (
   Outcome,
   compiled,
   find_fault,
 )
 from kvjax.experiments.tpu.published import LLAMA
+from kvjax.kernels.compiled.footprints import Footprint
 from kvjax.kernels.dispatch import Programs, dispatch
 from kvjax.kernels.specs import Spec
 

@@ -14,12 +14,12 @@ from kvjax.experiments.tpu import (
   chips,
   engine_programs,
 )
-from kvjax.experiments.tpu.hlo import Module
-from kvjax.experiments.tpu.host_arrays import copied_from_host
 from kvjax.experiments.tpu.programs import (
   compiled,
 )
 from kvjax.experiments.tpu.published import LLAMA
+from kvjax.kernels.compiled.hlo import Module
+from kvjax.kernels.compiled.host_arrays import copied_from_host
 
 
 @pytest.mark.libtpu

@@ -13,16 +13,16 @@ from kvjax.cache.sharding import parse_mesh, split_mesh
 from kvjax.engine import blocks
 from kvjax.engine.decode import DecodingInputs, decode
 from kvjax.engine.prepared import prepare_repeated
-from kvjax.experiments.tpu.collectives import (
+from kvjax.experiments.tpu.engine_programs import placed_shapes, share_bytes
+from kvjax.experiments.tpu.published import LLAMA, Published
+from kvjax.kernels.attention import chunked
+from kvjax.kernels.compiled.collectives import (
   Collective,
   collectives,
   counts,
   total_bytes,
 )
-from kvjax.experiments.tpu.engine_programs import placed_shapes, share_bytes
-from kvjax.experiments.tpu.hlo import Module
-from kvjax.experiments.tpu.published import LLAMA, Published
-from kvjax.kernels.attention import chunked
+from kvjax.kernels.compiled.hlo import Module
 from kvjax.model import Geometry
 from kvjax.registry.registry import METHODS, RETRIEVALS
 from kvjax.testing import TinyModel

@@ -20,9 +20,9 @@ from kvjax.cache.sharding import parse_mesh
 from kvjax.engine import prompt_programs
 from kvjax.engine.compress import Evaluation, evaluate_layer
 from kvjax.errors import InputError, InputWarning
-from kvjax.experiments.tpu.collectives import collectives
-from kvjax.experiments.tpu.hlo import Module
 from kvjax.kernels.attention import chunked
+from kvjax.kernels.compiled.collectives import collectives
+from kvjax.kernels.compiled.hlo import Module
 from kvjax.model import Geometry, LayerSpec
 from kvjax.testing import TinyModel
 

@@ -13,8 +13,8 @@ from kvjax.cache.packed import PAGE
 from kvjax.cache.pooled import PooledLayers
 from kvjax.cache.sharding import parse_mesh, split_mesh
 from kvjax.engine.decode import DecodingInputs, decode
-from kvjax.experiments.tpu.collectives import collectives
-from kvjax.experiments.tpu.hlo import Module
+from kvjax.kernels.compiled.collectives import collectives
+from kvjax.kernels.compiled.hlo import Module
 from kvjax.testing import TinyModel, kept_positions
 
 SPEC = kvjax.LayerSpec(heads=4, kv_heads=2, key_dim=8)

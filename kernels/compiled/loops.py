@@ -2,7 +2,7 @@
 
 import re
 
-from kvjax.experiments.tpu.hlo import Computation, Instruction, Module
+from kvjax.kernels.compiled.hlo import Computation, Instruction, Module
 
 # Instructions that return their operand or a part of it.
 _SAME = frozenset(["copy", "bitcast"])

@@ -1,7 +1,7 @@
 """Counts the device work that overlaps the host's work."""
 
-from kvjax.experiments.tpu.hlo import Computation, Instruction, Module
-from kvjax.experiments.tpu.loops import turns
+from kvjax.kernels.compiled.hlo import Computation, Instruction, Module
+from kvjax.kernels.compiled.loops import turns
 
 
 def overlap(module: Module) -> int:

@@ -5,12 +5,12 @@ from typing import Any
 
 import jax
 
-from kvjax.experiments.tpu.collectives import Collective, collectives
-from kvjax.experiments.tpu.hlo import Module
-from kvjax.experiments.tpu.host_arrays import copied_from_host
-from kvjax.experiments.tpu.kernel_traffic import kernels_in
-from kvjax.experiments.tpu.overlap import overlap
-from kvjax.experiments.tpu.traffic import traffic
+from kvjax.kernels.compiled.collectives import Collective, collectives
+from kvjax.kernels.compiled.hlo import Module
+from kvjax.kernels.compiled.host_arrays import copied_from_host
+from kvjax.kernels.compiled.kernel_traffic import kernels_in
+from kvjax.kernels.compiled.overlap import overlap
+from kvjax.kernels.compiled.traffic import traffic
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,12 +8,12 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from kvjax.experiments.tpu.hlo import Module
-from kvjax.experiments.tpu.host_arrays import copied_from_host
-from kvjax.experiments.tpu.kernel_traffic import KernelTraffic, kernels_in
-from kvjax.experiments.tpu.loops import turns
-from kvjax.experiments.tpu.overlap import overlap
-from kvjax.experiments.tpu.traffic import traffic
+from kvjax.kernels.compiled.hlo import Module
+from kvjax.kernels.compiled.host_arrays import copied_from_host
+from kvjax.kernels.compiled.kernel_traffic import KernelTraffic, kernels_in
+from kvjax.kernels.compiled.loops import turns
+from kvjax.kernels.compiled.overlap import overlap
+from kvjax.kernels.compiled.traffic import traffic
 from kvjax.kernels.sparse_decode.tpu import sparse_decode_tpu
 
 # What libtpu writes, shortened: 1,024 bfloat16 weights in four rows, fetched

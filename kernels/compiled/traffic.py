@@ -6,15 +6,15 @@ times.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from kvjax.experiments.tpu.hlo import (
+from kvjax.kernels.compiled.hlo import (
   CALLS,
   Buffer,
   Computation,
   Instruction,
   Module,
 )
-from kvjax.experiments.tpu.kernel_traffic import KernelTraffic
-from kvjax.experiments.tpu.loops import turns
+from kvjax.kernels.compiled.kernel_traffic import KernelTraffic
+from kvjax.kernels.compiled.loops import turns
 
 # Instructions that move nothing, or whose traffic is counted elsewhere.
 _STILL = frozenset(

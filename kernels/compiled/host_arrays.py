@@ -1,6 +1,6 @@
 """Finds arrays that a program copies in full from host memory."""
 
-from kvjax.experiments.tpu.hlo import Buffer, Module
+from kvjax.kernels.compiled.hlo import Buffer, Module
 
 _HOST = 5
 # Instructions that pass a buffer on.

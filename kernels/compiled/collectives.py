@@ -3,8 +3,8 @@
 import dataclasses
 from collections.abc import Iterator, Mapping
 
-from kvjax.experiments.tpu.hlo import CALLS, Instruction, Module
-from kvjax.experiments.tpu.loops import turns
+from kvjax.kernels.compiled.hlo import CALLS, Instruction, Module
+from kvjax.kernels.compiled.loops import turns
 
 OPCODES = (
   "all-gather",

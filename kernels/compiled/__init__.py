@@ -1,0 +1,1 @@
+"""Reads what compiled programs do: traffic, collectives, overlap, memory."""
