@@ -1,7 +1,7 @@
 """KV-cache compression for long-context language models, in JAX.
 
   lm = kvjax.load("smollm2-135m-instruct")
-  chat = lm.compress(open("notes.txt").read(), "keydiff", 0.5)
+  chat = lm.compress(open("docs/notes.txt").read(), "keydiff", 0.5)
   print(chat.ask("Who called?"))
 
 `load` reads a model, and `get_plan` makes a plan from the name of a method and

@@ -12,6 +12,7 @@ _FEATURES = {
     "linear_conv_kernel_dim",
     "linear_key_head_dim",
     "linear_num_key_heads",
+    "attn_type_list",
   ),
   "state-space layers (Mamba)": (
     "mamba_d_state",
@@ -20,7 +21,12 @@ _FEATURES = {
     "ssm_state_size",
     "state_size",
   ),
-  "an audio tower": ("audio_config", "audio_tower", "audio_encoder_config"),
+  "an audio tower": (
+    "audio_config",
+    "audio_tower",
+    "audio_encoder_config",
+    "audio_processor",
+  ),
   "an encoder (cross-attention)": ("encoder_config", "encoder_layers"),
 }
 # In the metadata of GGUF files, how such fields start after the architecture.
@@ -29,6 +35,8 @@ _OF_GGUF = {
   "linear attention or state-space layers (Mamba)": ("ssm.", "wkv."),
 }
 _IMAGES = "vision_config"
+_LINEAR = "linear_attention"
+_OF_ALL = ("tie_word_embeddings", "quantization_config")
 # How deep configurations are searched, as thinker_config.text_config is.
 _DEPTH = 3
 
@@ -57,6 +65,13 @@ def find_features(fields: Mapping[str, Any]) -> tuple[list[str], set[str]]:
         f"asks for {feature}, as {found[0]!r} says, which is not supported"
       )
       names.update(path.rpartition(".")[2] for path in found)
+  kinds = text_fields(fields).get("layer_types")
+  if isinstance(kinds, list) and _LINEAR in kinds and not faults:
+    faults.append(
+      f"asks for linear attention, as {_LINEAR!r} in 'layer_types' says, which "
+      "is not supported"
+    )
+    names.add("layer_types")
   return faults, names
 
 
@@ -97,6 +112,7 @@ def text_fields(fields: Mapping[str, Any]) -> Mapping[str, Any]:
   text = fields.get("text_config")
   if not isinstance(text, dict) or fields.get(_IMAGES) is None:
     return fields
-  # In these files, the whole model may say that embeddings are tied.
-  shared = {k: fields[k] for k in ("tie_word_embeddings",) if k in fields}
+  # In these files, the whole model may say that embeddings are tied, and how
+  # weights are quantized.
+  shared = {k: fields[k] for k in _OF_ALL if k in fields}
   return shared | text

@@ -17,7 +17,7 @@ _WITHOUT_EFFECT = frozenset(
   "chat_template custom_pipelines datasets device device_map dtype fp16 "
   "initial_context_length is_llama_config library_name license max_seq_len "
   "max_seq_length max_sequence_length metadata model_max_length model_name "
-  "n_ctx n_positions "
+  "n_ctx n_positions ffn_dim_multiplier "
   "name_or_path num_parameters onnx padding_side seed seq_len seq_length tags "
   "tokenizer_class tokenizer_model_max_length torch_dtype torchscript "
   "trust_remote_code use_bfloat16 use_safetensors version "
@@ -58,10 +58,10 @@ _SUFFIXES = (
 
 # Words in the names of fields that change the computation.
 _SIGNIFICANT = frozenset(
-  "act activation alibi bias bidirectional clip expert experts gate gated moe "
-  "mrope multiplier pruned qk quant quantization quantized residual rope "
-  "rotary scalar scale scaled scaling sink sinks sliding softcap softcapping "
-  "window windows".split()
+  "act activation alibi bias bidirectional cap clip expert experts gate gated "
+  "moe mrope multiplier norm pruned qk quant quantization quantized residual "
+  "rope rotary scalar scale scaled scaling shared sharing sink sinks sliding "
+  "softcap softcapping temperature topk window windows".split()
 )
 # Those of them that are factors, for which 1 is neutral.
 _FACTORS = frozenset("multiplier rotary scalar scale scaling".split())
@@ -108,7 +108,7 @@ def classify_fields(rest: Mapping[str, Any], model_type: str) -> FieldKinds:
   for name, value in sorted(rest.items()):
     if _has_no_effect(name) or _is_neutral(name, value):
       continue
-    if name in _SUPPORTED_VALUES or _words(name) & _SIGNIFICANT:
+    if name in _SUPPORTED_VALUES or _is_significant(name):
       result.faults.append(
         f"has {format_value(value)} for {name!r}, which is not supported for "
         f"{model_type}"
@@ -135,8 +135,17 @@ def _is_neutral(name: str, value: Any) -> bool:
     words = _words(name)
     if words & _FACTORS:
       return value == 1
-    return value == 0 and bool(words & _SIGNIFICANT)
+    return value == 0 and _is_significant(name)
   return value is False or value in ("", [], {})
+
+
+def _is_significant(name: str) -> bool:
+  """Whether a name says that the field changes the computation.
+
+  Epsilons of norms do not: a decoder reads its own.
+  """
+  is_epsilon = name.endswith(("_eps", "_epsilon"))
+  return bool(_words(name) & _SIGNIFICANT) and not is_epsilon
 
 
 def _words(name: str) -> frozenset[str]:

@@ -151,6 +151,8 @@ def read_rope(
         f"supported are {', '.join(KINDS)}"
       ]
     )
+  if kind == "default" and rest.get("factor") == 1:
+    rest.pop("factor")
   faults = _find_faults(kind, rest, max_positions)
   share = rest.pop("partial_rotary_factor", 1)
   if not partial and share != 1 and not faults:

@@ -78,7 +78,7 @@ def find(model: str | os.PathLike[str]) -> Source:
       read, or a named model cannot be fetched.
   """
   check_local(model)
-  place = catalog.locate(pathlib.Path(model))
+  place = catalog.locate(pathlib.Path(os.path.expanduser(model)))
   if os.path.isfile(place):
     return _Gguf(GgufFile.open(place))
   if not is_present(place / _CONFIG):

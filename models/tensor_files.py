@@ -24,6 +24,7 @@ _TEXT = {
   "model.language_model.": "model.",
   "language_model.model.": "model.",
   "language_model.lm_head.": "lm_head.",
+  "model.text_model.": "model.",
 }
 _IMAGES = (
   "vision_tower.",
@@ -31,6 +32,8 @@ _IMAGES = (
   "vision_model.",
   "vision_encoder.",
   "visual.",
+  "connector.",
+  "image_newline",
 )
 
 

@@ -3,13 +3,14 @@
 import contextlib
 import itertools
 import pathlib
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import tokenizers
 
 from kvjax import files
-from kvjax.errors import InputError
+from kvjax.errors import InputError, InputWarning
 from kvjax.models.fields import format_value
 from kvjax.models.json_files import (
   is_present,
@@ -106,9 +107,23 @@ class Tokenizer:
     with _refused(f"{path} is not a tokenizer"):
       backend = tokenizers.Tokenizer.from_str(text)
     template = directory / "chat_template.jinja"
+    config = read_json_if_present(directory / "tokenizer_config.json")
+    unread = directory / "chat_template.json"
+    if (
+      is_present(unread)
+      and not is_present(template)
+      and config.get("chat_template") is None
+    ):
+      warnings.warn(
+        f"{unread} is the chat template of a processor of images, which kvjax "
+        "does not read: prompts have no template. Save one for texts as "
+        f"{template.name}.",
+        InputWarning,
+        stacklevel=2,
+      )
     return cls(
       backend,
-      read_json_if_present(directory / "tokenizer_config.json"),
+      config,
       chat_template=read_text(template) if is_present(template) else None,
       eos_ids=_read_eos_ids(directory),
       num_embedded=num_embedded,
@@ -324,7 +339,16 @@ def _default_template(config: Mapping[str, Any]) -> str | None:
       (entry.get("name"), entry.get("template")) for entry in fields
     ]
     if all(isinstance(part, str) for pair in pairs_by_name for part in pair):
-      return dict(pairs_by_name).get("default")
+      named = {str(name): source for name, source in pairs_by_name}
+      if len(named) == 1:
+        return next(iter(named.values()))
+      if not named or "default" in named:
+        return named.get("default")
+      raise InputError(
+        "tokenizer_config.json has the chat templates "
+        f"{', '.join(sorted(named))}, but none named default; name the one to "
+        "use so, or save it as chat_template.jinja."
+      )
   elif template is None or isinstance(template, str):
     return template
   raise InputError(

@@ -1,6 +1,8 @@
 """What README and the pages in docs/ show is so."""
 
+import ast
 import dataclasses
+import functools
 import json
 import pathlib
 import re
@@ -171,15 +173,54 @@ def test_commands_name_programs_and_flags_that_exist(page):
   for module in modules:
     path = f"{module.replace('.', '/')}.py"
     assert (ROOT / "experiments" / path).exists(), module
-  sources = (path.read_text() for path in ROOT.glob("experiments/**/*.py"))
-  define = re.compile(r'(?:DEFINE_\w+|Option)\(\s*"(\w+)"')
-  known = {name for source in sources for name in define.findall(source)}
-  others = {"sync", "help", "verbosity"}  # of jupytext, and every program
+  known = set().union(*map(flags_of, PROGRAMS), OF_EVERY_PROGRAM, {"sync"})
   # Launchers have flags of their own, before the command that they launch.
   launcher = r"^ {4}(?:gcloud|xpk) (?:(?!kvjax ).)*"
   text = re.sub(launcher, "", text, flags=re.MULTILINE)
-  flags = re.findall(r"(?<![\w-])--([a-z][a-z_]*)(?![\w-])", text)
-  assert {*flags} <= known | others
+  assert {*flags_in(text)} <= known
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_have_flags_of_their_own_program(page):
+  text = TEXTS[page].replace("\\\n", " ")
+  commands = re.findall(r"^ {4}.*?\bkvjax (\w+)(.*)", text, re.MULTILINE)
+  commands += re.findall(r"`kvjax (\w+)([^`]*)`", text)
+  commands += [
+    ("compare", made) for made in re.findall(r'make demo ARGS="([^"]*)"', text)
+  ]
+  for program, arguments in commands:
+    # `trials` passes what follows to `evaluate`.
+    own, _, passed = arguments.partition(" -- ")
+    known = OF_EVERY_PROGRAM | flags_of(program)
+    assert {*flags_in(own)} <= known, f"kvjax {program}{arguments}"
+    assert {*flags_in(passed)} <= flags_of("evaluate"), passed
+
+
+OF_EVERY_PROGRAM = {"help", "verbosity"}
+
+
+def flags_in(text):
+  return re.findall(r"(?<![\w-])--([a-z][a-z_]*)(?![\w-])", text)
+
+
+@functools.cache
+def flags_of(program):
+  """Names of the flags that a program and the modules it imports define."""
+  seen, todo, names = set(), [f"kvjax.experiments.{program}"], set()
+  while todo:
+    module = todo.pop()
+    path = ROOT.joinpath(*module.split(".")[1:])
+    path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    if module in seen or not path.exists():
+      continue
+    seen.add(module)
+    source = path.read_text()
+    names |= {*re.findall(r'(?:DEFINE_\w+|Option)\(\s*"(\w+)"', source)}
+    for node in ast.walk(ast.parse(source)):
+      if isinstance(node, ast.ImportFrom) and node.module:
+        inner = [f"{node.module}.{name.name}" for name in node.names]
+        todo += [m for m in (node.module, *inner) if "experiments" in m]
+  return names
 
 
 # The method of CONTRIBUTING.md is made there.

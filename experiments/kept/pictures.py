@@ -2,12 +2,14 @@
 
   python -m kvjax.experiments.kept.pictures
 
-writes docs/images/kept_NAME.png for seven methods, from one prefill of a prompt
-of some 390 tokens by SmolLM2-135M-Instruct. It takes a minute on two cores.
+writes docs/images/kept_PAGE.png for the pages of docs/methods, from one prefill
+of a prompt of 376 tokens by SmolLM2-135M-Instruct. It takes two minutes on two
+cores.
 """
 
 import pathlib
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -15,6 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
+from matplotlib.image import AxesImage
 from matplotlib.patches import Rectangle
 
 import kvjax
@@ -27,15 +30,34 @@ from kvjax.experiments.run.candidates import candidates
 from kvjax.experiments.tasks import suite
 from kvjax.models import pretrained
 
-# By the file names of their pictures. LagKV's default would keep two thirds.
-METHODS = {
-  "snapkv": "snapkv",
-  "keydiff": "keydiff",
-  "lagkv": "lagkv:lag=32:retention_of=row",
-  "compactor": "compactor",
-  "protokv": "protokv",
-  "kvzip": "kvzip",
-  "ctkvr": "ctkvr",
+# The methods of each page. LagKV's default would keep two thirds.
+PAGES = {
+  "snapkv": ("snapkv",),
+  "keydiff": ("keydiff",),
+  "lagkv": ("lagkv:lag=32:retention_of=row",),
+  "compactor": ("compactor",),
+  "protokv": ("protokv",),
+  "kvzip": ("kvzip",),
+  "ctkvr": ("ctkvr",),
+  "baselines": ("random", "streaming", "key_norm", "cur"),
+  "attention": ("h2o", "tova", "chunkkv", "dropkv", "criticalkv"),
+  "budgets": (
+    "pyramidkv",
+    "adakv",
+    "criticaladakv",
+    "duoattention",
+    "simlayerkv",
+  ),
+  "expected": ("expected_attention", "qfilters"),
+  "decoding": ("rkv",),
+  "retrieval": (
+    "flat",
+    "quest",
+    "shadowkv",
+    "magicpig",
+    "clusterkv",
+    "squeezed",
+  ),
 }
 RETENTION = 0.25
 # From the root of the checkout.
@@ -47,7 +69,20 @@ _NEEDLE = "#C2410C"
 # Words before and after the needle, and the share from which text is white.
 _AROUND, _DARK = 10, 0.4
 _LINE_WIDTH = 66
+_LAYERS, _TOKENS = "layer", "token of the prompt"
 _DPI = 110
+
+
+class Map(NamedTuple):
+  """What a method keeps, or reads for the last token.
+
+  Attributes:
+    method: its name.
+    shares: of each layer's heads, those that keep or read each token.
+  """
+
+  method: str
+  shares: Float[np.ndarray, "L n"]
 
 
 def main() -> None:
@@ -56,16 +91,18 @@ def main() -> None:
   sample = suite.draw(_TASK, 0, 0, _LENGTH, lm.text.count)
   before, _ = lm.text.split_chat(sample.context)
   pieces, tokens = lm.text.pieces(before), lm.text.encode(before)
-  chosen = candidates([*METHODS.values()], [kvjax.Retention(RETENTION)])[1:]
+  methods = [name for names in PAGES.values() for name in names]
+  chosen = candidates(methods, [kvjax.Retention(RETENTION)])[1:]
   request = kvjax.RepeatRequest.of(lm.text)
   results = kept(lm.model, lm.params, tokens, chosen, request)
   heads = lm.model.geometry.layers[0].kv_heads
   place = find(pieces, sample.answers[0])
-  for name, result in zip(METHODS, results, strict=True):
-    done = "read by the last token" if result.reads else "kept"
-    title = f"{result.candidate.method}, {RETENTION:.0%} {done}"
-    figure = draw(result.heads / heads, pieces, place, title)
-    outputs.write_bytes(_FOLDER / f"kept_{name}.png", png(figure, _DPI))
+  maps = iter(
+    Map(result.candidate.method, result.heads / heads) for result in results
+  )
+  for page, names in PAGES.items():
+    drawn = draw([next(maps) for _ in names], pieces, place)
+    outputs.write_bytes(_FOLDER / f"kept_{page}.png", png(drawn, _DPI))
 
 
 def find(pieces: Sequence[str], text: str) -> Int[np.ndarray, " t"]:
@@ -81,37 +118,60 @@ def find(pieces: Sequence[str], text: str) -> Int[np.ndarray, " t"]:
 
 
 def draw(
-  shares: Float[np.ndarray, "L n"],
-  pieces: Sequence[str],
-  needle: Int[np.ndarray, " t"],
-  title: str,
+  maps: Sequence[Map], pieces: Sequence[str], needle: Int[np.ndarray, " t"]
 ) -> Figure:
-  """Draws a map of layers and tokens, and the words around a needle.
+  """Draws maps of layers and tokens; below a single one, its words.
 
   Args:
-    shares: of each layer's heads, those that keep or read each token.
+    maps: what each method keeps or reads.
     pieces: the text of each token.
     needle: numbers of the tokens to mark.
-    title: the title.
   """
-  figure = Figure(figsize=(6.4, 3.8), layout="constrained")
+  if len(maps) == 1:
+    figure = Figure(figsize=(6.4, 3.8), layout="constrained")
+    above, below = figure.subplots(2, height_ratios=(5, 2))
+    _write_words(below, maps[0].shares.mean(axis=0), pieces, needle)
+    above.set(ylabel=_LAYERS, xlabel=_TOKENS)
+    places = [above]
+  else:
+    rows = -(-len(maps) // 2)
+    figure = Figure(figsize=(6.4, 1.5 * rows + 0.4), layout="constrained")
+    grid = figure.subplots(rows, 2, sharex=True, sharey=True, squeeze=False)
+    figure.supylabel(_LAYERS, fontsize="medium")
+    figure.supxlabel(_TOKENS, fontsize="medium")
+    places = [*grid.flat][: len(maps)]
+    for unused in [*grid.flat][len(maps) :]:
+      unused.set_visible(False)
   FigureCanvasAgg(figure)
-  above, below = figure.subplots(2, height_ratios=(5, 2))
-  image = above.imshow(
-    shares, aspect="auto", cmap=_COLORS, vmin=0, vmax=1, interpolation="none"
+  images = [
+    _draw_map(axes, drawn, needle)
+    for axes, drawn in zip(places, maps, strict=True)
+  ]
+  figure.colorbar(images[0], ax=places, label="heads", pad=0.01)
+  return figure
+
+
+def _draw_map(
+  axes: Axes, drawn: Map, needle: Int[np.ndarray, " t"]
+) -> AxesImage:
+  """Draws a map and the lines around the needle."""
+  image = axes.imshow(
+    drawn.shares,
+    aspect="auto",
+    cmap=_COLORS,
+    vmin=0,
+    vmax=1,
+    interpolation="none",
   )
-  above.set(ylabel="layer", xlabel="token of the prompt")
-  above.set_title(title, loc="left", fontsize=10, parse_math=False)
+  axes.set_title(drawn.method, loc="left", fontsize=10, parse_math=False)
   first, last = needle[0], needle[-1]
-  height = len(shares)
-  above.add_patch(
+  height = len(drawn.shares)
+  axes.add_patch(
     Rectangle(
       (first - 1, -0.5), last - first + 2, height, fill=False, color=_NEEDLE
     )
   )
-  figure.colorbar(image, ax=above, label="heads", pad=0.01)
-  _write_words(below, shares.mean(axis=0), pieces, needle)
-  return figure
+  return image
 
 
 def _write_words(

@@ -81,7 +81,8 @@ class SimLayer(ScoringMethod):
   def protected(
     self, cache: LayerCache, counts: Int[Array, "B #K"]
   ) -> Bool[Array, "B K T"]:
-    """The ends."""
-    del counts
-    recent = age(cache.valid) <= self.recent - self.window
-    return cache.valid & (recent | (cache.positions < self.sinks))
+    """The ends; of a smaller budget, the sinks and fewer recent tokens."""
+    room = jnp.maximum(counts - self.sinks, 0)
+    recent = jnp.minimum(self.recent - self.window, room)
+    is_recent = age(cache.valid) <= recent[:, :, None]
+    return cache.valid & (is_recent | (cache.positions < self.sinks))

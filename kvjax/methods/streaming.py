@@ -8,7 +8,8 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.cache.layers import LayerCache
 from kvjax.methods.heads import Head, HeadwiseMethod
 from kvjax.methods.traits import Traits
-from kvjax.options.bounds import check_least
+from kvjax.options.bounds import check_least, check_share
+from kvjax.selection import floor_share
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,17 +20,20 @@ class StreamingLLM(HeadwiseMethod):
 
   Attributes:
     sinks: number of first tokens that are always kept.
+    recent_frac: share of the budget that the sinks leave to the newest tokens.
     rerotate: renumber and rerotate tokens by their place in the cache, as the
       paper does; if not, they keep their positions in the text. In blocks and
       while decoding, every step rerotates all keys.
   """
 
   sinks: int = 4
+  recent_frac: float = 0.0
   rerotate: bool = False
 
   def __post_init__(self) -> None:
     super().__post_init__()
     check_least(self, sinks=0)
+    check_share(self, "recent_frac")
 
   @property
   def traits(self) -> Traits:
@@ -48,5 +52,6 @@ class StreamingLLM(HeadwiseMethod):
     self, cache: LayerCache, counts: Int[Array, "B #K"]
   ) -> Bool[Array, "B K T"]:
     """The sinks."""
-    del counts
-    return cache.valid & (cache.positions < self.sinks)
+    most = floor_share(counts, 1 - self.recent_frac)
+    sinks = jnp.minimum(self.sinks, most)
+    return cache.valid & (cache.positions < sinks[:, :, None])

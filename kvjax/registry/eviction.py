@@ -64,7 +64,7 @@ def _finch() -> Rerotated:
 
 
 def _duoattention() -> Recipe:
-  return Recipe(StreamingLLM(sinks=128), StreamingHeads())
+  return Recipe(StreamingLLM(sinks=128, recent_frac=0.5), StreamingHeads())
 
 
 def _kvpress(method: Method, allocation: Allocation | None = None) -> Recipe:

@@ -91,8 +91,9 @@ def config_fields(file: GgufFile) -> dict[str, Any]:
       f"{file.path} is of the architecture {architecture!r}, which is not "
       f"supported; supported are {', '.join(MODEL_TYPES)}."
     )
-  parts = file.fields.get(gguf.Keys.Split.LLM_KV_SPLIT_COUNT, 1)
-  if parts != 1:
+  # gguf-split leaves a count of 0 in the files that it merges.
+  parts = file.fields.get(gguf.Keys.Split.LLM_KV_SPLIT_COUNT, 0)
+  if parts not in (0, 1):
     raise InputError(
       f"{file.path} is one of {parts} parts of a model; merge them to one file "
       "with llama.cpp's gguf-split."

@@ -31,8 +31,13 @@ _SPECIAL = {
   "pad_token": _KEYS.PAD_ID,
   "unk_token": _KEYS.UNK_ID,
 }
+# Those that no text needs; files may give them ids that do not exist.
+_OPTIONAL = (_KEYS.PAD_ID, _KEYS.UNK_ID)
 # Tokens that end an answer: end of text, of turn, of message.
 _ENDS = (_KEYS.EOS_ID, _KEYS.EOT_ID, _KEYS.EOM_ID)
+# Control tokens that end a turn. Many files do not name theirs, such as those
+# of Gemma 3; llama.cpp finds it by its text, too (src/llama-vocab.cpp).
+_TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>")
 
 
 def read_tokenizer(
@@ -70,6 +75,11 @@ def read_tokenizer(
     # Then prompts without a template do not begin with it.
     config.pop("bos_token", None)
   ends = [_id(file, key, backend) for key in _ENDS]
+  ends += [
+    number
+    for number, (token, kind) in enumerate(zip(tokens, kinds, strict=True))
+    if kind == TokenType.CONTROL and token in _TURN_ENDS
+  ]
   eos_ids = dict.fromkeys(number for number in ends if number is not None)
   return Tokenizer(
     backend, config, eos_ids=tuple(eos_ids), num_embedded=num_embedded
@@ -193,6 +203,8 @@ def _id(file: GgufFile, key: str, backend: tokenizers.Tokenizer) -> int | None:
     return None
   known = type(number) is int and 0 <= number < 2**32
   if not known or backend.id_to_token(number) is None:
+    if key in _OPTIONAL:
+      return None
     raise InputError(
       f"{file.path} has {number!r} for {key}, which is the id of no token."
     )

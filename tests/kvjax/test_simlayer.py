@@ -97,3 +97,17 @@ def test_a_budget_is_still_shared_by_all_layers():
   assert plan.spread.whole_model
   with pytest.raises(InputError, match="ada"):
     kvjax.get_plan(f"ada/{NAME}", kvjax.Retention(0.5))
+
+
+@pytest.mark.parametrize("budget", [1, 2, 5])
+def test_a_budget_below_the_ends_keeps_the_sinks_and_fewer_recent(budget):
+  texts = rows()
+  plan = kvjax.get_plan("simlayerkv:sinks=2:recent=20", kvjax.Tokens(budget))
+  cache, _ = kvjax.prefill(MODEL, MODEL.init(), kvjax.Prompts.of(texts), plan)
+  for row, text in enumerate(texts):
+    n, first = len(text), min(2, budget)
+    ends = {*range(first), *range(n - budget + first, n)}
+    for layer in kept_positions(cache, row):
+      for head in layer:
+        assert {*head} <= ends | {1}
+        assert len(head) == budget

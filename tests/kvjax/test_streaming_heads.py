@@ -63,6 +63,19 @@ def test_as_many_heads_stream_as_the_budget_requires(budget, path):
       assert layers[layer][head] == expected
 
 
+@pytest.mark.parametrize("budget", [1, 2, 4, 7, 9])
+def test_a_small_budget_is_shared_by_sinks_and_recent_tokens(budget, path):
+  _, rows = kept(named(path), kvjax.Tokens(budget))
+  for row, layers in zip(ROWS, rows, strict=True):
+    n, first = len(row), min(SINKS, budget // 2)
+    expected = [*range(first), *range(n - budget + first, n)]
+    if budget >= n:
+      expected = [*range(n)]
+    assert {tuple(head) for layer in layers for head in layer} == {
+      tuple(expected)
+    }
+
+
 @pytest.mark.parametrize(("share", "streaming"), [(0.3, 2), (0.5, 3), (1.0, 6)])
 def test_a_share_of_heads_streams_whatever_the_budget(share, streaming, path):
   _, rows = kept(named(path, share=share), kvjax.Retention(0.9))

@@ -62,7 +62,10 @@ DYNAMIC = {"rope_type": "dynamic", "factor": 2.0}
     ({"hidden_activation": 0}, "hidden_activation 0; only 'silu'"),
     ({"layer_types": "full_attention"}, "'layer_types', which must be a list"),
     ({"layer_types": [1, 1]}, "'layer_types', which must be a list of names"),
-    ({"layer_types": ["linear_attention"]}, "type 'linear_attention', which"),
+    (
+      {"layer_types": ["linear_attention"]},
+      "linear attention, as 'linear_attention' in",
+    ),
     ({"sliding_window": "64"}, "'sliding_window', which must be a whole"),
     ({"quantization": {"bits": 4}}, "load the unquantized model"),
     ({"embedding_multiplier": 12.0}, "'embedding_multiplier', which is not"),
@@ -139,6 +142,26 @@ DYNAMIC = {"rope_type": "dynamic", "factor": 2.0}
     ),
     ({"model_type": "jamba", "mamba_d_state": 16}, r"state-space layers \(Mam"),
     (
+      {"model_type": "minimax", "layer_types": ["linear_attention"]},
+      "asks for linear attention, as 'linear_attention' in 'layer_types' says",
+    ),
+    (
+      {"model_type": "minimax_m1", "attn_type_list": [0, 1]},
+      "asks for linear attention, as 'attn_type_list' says",
+    ),
+    (
+      {"model_type": "phi4mm", "audio_processor": {"name": "cascades"}},
+      "asks for an audio tower, as 'audio_processor' says",
+    ),
+    (
+      {
+        "text_config": FIELDS,
+        "vision_config": {"depth": 4},
+        "quantization_config": {"quant_method": "fp8"},
+      },
+      "describes quantized weights",
+    ),
+    (
       {"text_config": FIELDS, "audio_config": {"num_mel_bins": 128}},
       "asks for an audio tower, as 'audio_config' says",
     ),
@@ -171,6 +194,11 @@ DYNAMIC = {"rope_type": "dynamic", "factor": 2.0}
     ),
     ({"model_type": "qwen2", "mlp_bias": True}, "'mlp_bias'"),
     ({"use_mrope": True}, "'use_mrope'"),
+    ({"attn_logit_cap": 30.0}, "'attn_logit_cap'"),
+    ({"query_key_norm": True}, "'query_key_norm'"),
+    ({"num_kv_shared_layers": 4}, "'num_kv_shared_layers'"),
+    ({"attn_temperature_tuning": True}, "'attn_temperature_tuning'"),
+    ({"index_topk": 2048}, "'index_topk'"),
     ({"rope_scaling": "linear"}, "must be an object"),
     ({"rope_scaling": {"type": "su", "factor": 2.0}}, "rope type 'su'"),
     ({"rope_scaling": {"type": "linear"}}, "lacks 'factor'"),
@@ -223,6 +251,8 @@ def test_refused(changes, said):
     ({"rope_scaling": LLAMA3}, 128),
     ({"rope_scaling": {"type": "linear", "factor": 4.0}}, 512),
     ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, 256),
+    ({"rope_scaling": {"rope_type": "default", "factor": 1.0}}, 128),
+    ({"ffn_dim_multiplier": 1.3}, 128),
     (
       {
         "rope_scaling": {

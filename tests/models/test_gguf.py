@@ -247,6 +247,37 @@ def test_kinds_of_tokens_and_those_with_a_part_to_play(maker):
   assert len(tokenizer.encode("[PAD]")) > 1
 
 
+def test_a_control_token_that_ends_turns_ends_answers_without_a_field(maker):
+  made = maker()
+  tokens = made.fields["tokenizer.ggml.tokens"]
+  kinds = made.fields["tokenizer.ggml.token_type"]
+  del made.fields["tokenizer.ggml.eot_token_id"]
+  end, turn = tokens.index("</s>"), tokens.index("<|turn|>")
+  tokens[turn] = "<end_of_turn>"
+  assert load(made.write()).tokenizer.eos_ids == (end, turn)
+  # A word of a text with the same letters ends nothing.
+  kinds[turn] = gguf.TokenType.NORMAL
+  assert load(made.write()).tokenizer.eos_ids == (end,)
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_merged_files_load(maker, count):
+  made = maker()
+  made.fields["split.count"] = count
+  assert load(made.write()).tokenizer is not None
+
+
+@pytest.mark.parametrize("number", [2**32 - 1, 10**6])
+def test_ids_of_tokens_that_no_text_needs_may_not_exist(maker, number):
+  made = maker()
+  made.fields["tokenizer.ggml.padding_token_id"] = number
+  made.fields["tokenizer.ggml.unknown_token_id"] = number
+  assert load(made.write()).tokenizer.pad_id is None
+  made.fields["tokenizer.ggml.bos_token_id"] = number
+  with pytest.raises(InputError, match="which is the id of no token"):
+    load(made.write())
+
+
 def test_texts_begin_without_a_token_where_the_file_says_so(maker):
   made = maker()
   assert load(made.write()).tokenizer.bos == "<s>"

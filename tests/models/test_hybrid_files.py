@@ -80,6 +80,8 @@ def test_a_vision_tower_is_skipped_and_said_so(tmp_path):
       ("model.language_model.", "model.visual"),
       ("model.", "visual"),
       ("model.", "vision_encoder"),
+      # Of Idefics 3 and SmolVLM.
+      ("model.text_model.", "model.vision_model"),
     ]
   ):
     folder = tmp_path / str(number)
@@ -98,8 +100,10 @@ def test_a_vision_tower_is_skipped_and_said_so(tmp_path):
     renamed[f"{tower}.encoder.weight"] = picture
     projector = "model." if tower.startswith("model.") else ""
     renamed[f"{projector}multi_modal_projector.weight"] = picture
+    renamed[f"{projector}connector.weight"] = picture
+    renamed[f"{projector}image_newline"] = picture
     safetensors.numpy.save_file(renamed, folder / WHOLE)
-    with pytest.warns(kvjax.InputWarning, match="2 tensors of a vision tower"):
+    with pytest.warns(kvjax.InputWarning, match="4 tensors of a vision tower"):
       _, params = load_decoder(folder, "float32")
     jax.tree.map(np.testing.assert_array_equal, params, expected)
 

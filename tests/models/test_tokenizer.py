@@ -4,11 +4,12 @@ import datetime
 import json
 import pathlib
 import shutil
+import warnings
 
 import pytest
 import tokenizers
 
-from kvjax.errors import InputError
+from kvjax.errors import InputError, InputWarning
 from kvjax.models.tokenizer import Tokenizer
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "transformers"
@@ -162,6 +163,34 @@ def test_templates_in_the_config(directory):
   assert Tokenizer.load(directory).split_chat("a") == ("<|begin|><a", ">")
   tokenizer = _with_template(directory, "({{ messages[0].content }})")
   assert tokenizer.split_chat("a") == ("(a", ")")
+
+
+def test_a_list_of_templates_has_one_or_a_default(directory):
+  (directory / "chat_template.jinja").unlink()
+  inline = "{{ bos_token }}<{{ messages[0].content }}>"
+  named = [{"name": "chat", "template": inline}]
+  _edit_config(directory, chat_template=named)
+  assert Tokenizer.load(directory).split_chat("a") == ("<|begin|><a", ">")
+  named.append({"name": "tool_use", "template": "tools"})
+  _edit_config(directory, chat_template=named)
+  with pytest.raises(InputError, match="chat, tool_use, but none named defaul"):
+    Tokenizer.load(directory)
+  _edit_config(directory, chat_template=[])
+  assert Tokenizer.load(directory).split_chat("a") == ("<|begin|>a", "\n")
+
+
+def test_a_template_that_is_not_read_is_said(directory):
+  template = directory / "chat_template.jinja"
+  source = template.read_text()
+  (directory / "chat_template.json").write_text(
+    json.dumps({"chat_template": source})
+  )
+  with warnings.catch_warnings(action="error"):
+    Tokenizer.load(directory)
+  template.unlink()
+  with pytest.warns(InputWarning, match="Save one for texts as chat_template."):
+    tokenizer = Tokenizer.load(directory)
+  assert tokenizer.split_chat("a") == ("<|begin|>a", "\n")
 
 
 def test_answers_marked_for_training_are_plain_text(directory):

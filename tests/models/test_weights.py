@@ -46,6 +46,11 @@ def directory(tmp_path):
   return target
 
 
+def test_a_path_may_begin_with_the_home_directory(directory, monkeypatch):
+  monkeypatch.setenv("HOME", str(directory.parent))
+  assert load(f"~/{directory.name}").config == load(directory).config
+
+
 def _tokenizer(size=80):
   words = {f"w{i}": i for i in range(size - 3)}
   words |= {"<s>": size - 3, "</s>": size - 2, "<unk>": size - 1}
