@@ -218,16 +218,25 @@ def test_a_picture_shows_the_shares_and_marks_the_needle():
   needle = pictures.find(pieces, "42")
   assert needle.tolist() == [1, 2]
   shares = np.linspace(0, 0.3, 10).reshape(2, 5)
-  figure = pictures.draw(shares, pieces, needle, "a $method$")
+  drawn = pictures.Map("a $method$", shares)
+  figure = pictures.draw([drawn], pieces, needle)
   above, below, _ = figure.axes
   np.testing.assert_array_equal(above.images[0].get_array(), shares)
   words = {text.get_text(): text.get_color() for text in below.texts}
   assert [*words] == [piece.replace("\n", "↵") for piece in pieces]
   assert words[" 4"] == words["2"] != words["It is"]
   assert above.get_title(loc="left") == "a $method$"
+  # Several methods share a picture without the words.
+  names = ("a", "b", "c")
+  maps = [pictures.Map(name, shares + n) for n, name in enumerate(names)]
+  figure = pictures.draw(maps, pieces, needle)
+  for number, (axes, name) in enumerate(zip(figure.axes, names, strict=False)):
+    assert axes.get_title(loc="left") == name
+    np.testing.assert_array_equal(axes.images[0].get_array(), shares + number)
+    assert not axes.texts
 
 
-@pytest.mark.parametrize("name", pictures.METHODS)
+@pytest.mark.parametrize("name", pictures.PAGES)
 def test_the_page_of_a_method_shows_a_small_picture(name):
   page_of_method = ROOT / "docs" / "methods" / f"{name}.md"
   assert f"(../images/kept_{name}.png)" in page_of_method.read_text()
