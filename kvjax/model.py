@@ -126,7 +126,7 @@ class Geometry:
     if not isinstance(layers, Sequence):
       raise InputError(
         "A geometry takes a tuple of one kvjax.LayerSpec per layer; "
-        f"{layers!r:.80} is none."
+        f"{layers!r:.80} is not one."
       )
     object.__setattr__(self, "layers", tuple(layers))
     check_count("max_positions", self.max_positions)
@@ -273,4 +273,38 @@ def check_context(
   if longest > limit:
     raise InputError(
       f"{what} has {longest} tokens; this model's context is {limit}."
+    )
+
+
+@runtime_checkable
+class Vocabulary(Protocol):
+  """What a `Model` may say besides, so that other token ids are refused."""
+
+  @property
+  def vocab_size(self) -> int:
+    """Number of token ids that the model embeds."""
+    ...
+
+
+def check_tokens(
+  model: Model,
+  tokens: Int[Array, "B S"] | Int[np.ndarray, "B S"],
+  lengths: Int[np.ndarray, " B"],
+) -> None:
+  """Refuses token ids that the model does not embed.
+
+  Those on a device are not looked at, nor those of a model that is no
+  `Vocabulary`. An id too large would embed as NaN or as another token.
+
+  Raises:
+    InputError: one is below 0 or too large.
+  """
+  if not isinstance(model, Vocabulary) or not isinstance(tokens, np.ndarray):
+    return
+  real = np.arange(tokens.shape[1])[None] < lengths[:, None]
+  wrong = tokens[real & ((tokens < 0) | (tokens >= model.vocab_size))]
+  if wrong.size:
+    raise InputError(
+      f"There is no token {wrong[0]}: this model embeds {model.vocab_size} "
+      "tokens, from 0 on."
     )

@@ -40,6 +40,9 @@ def _step(length: int) -> int:
   return max(power // 8, min(power // 2, 128))
 
 
+Rows = Sequence[Sequence[int]] | Int[np.ndarray, "B T"]
+
+
 @struct
 class Prompts:
   """A batch of token rows, padded on the right.
@@ -76,7 +79,7 @@ class Prompts:
   @classmethod
   def of(
     cls,
-    rows: Sequence[Sequence[int]],
+    rows: Rows,
     padded: int | None = None,
     protected: Sequence[Sequence[bool]] | None = None,
     repeat_request: RepeatRequest | None = None,
@@ -92,10 +95,10 @@ class Prompts:
         replays.
 
     Raises:
-      InputError: there is no row, one is empty or a text, or `protected` has
-        other lengths than the rows.
+      InputError: there is no row, one is empty or has other things than token
+        ids, or `protected` has other lengths than the rows.
     """
-    if not rows:
+    if not len(rows):
       raise InputError("There are no prompts; give at least one.")
     _check_rows(rows)
     for index, row in enumerate(rows):
@@ -103,6 +106,7 @@ class Prompts:
         raise InputError(
           f"Prompt {index} has no tokens; every prompt needs at least one."
         )
+    _check_ids(rows)
     lengths = np.array([len(row) for row in rows], np.int32)
     width = max(padded or bucket(int(lengths.max())), int(lengths.max()))
     tokens, request = _pad(rows, width, np.int32), repeat_request
@@ -154,8 +158,23 @@ def _check_rows(rows: Any) -> None:
       )
 
 
+def _check_ids(rows: Rows) -> None:
+  for row in rows:
+    ids = np.asarray(row)
+    if ids.dtype.kind not in "iu" or ids.ndim != 1:
+      raise InputError(
+        f"Token ids must be whole numbers; those of {reprlib.repr(row)} are "
+        "not."
+      )
+    if np.any((ids < 0) | (ids >= 2**31)):
+      raise InputError(
+        f"Token ids must be 0 or more, and below {2**31}; those of "
+        f"{reprlib.repr(row)} are not."
+      )
+
+
 def _pad(
-  rows: Sequence[Sequence[int]], width: int, dtype: type
+  rows: Rows | Sequence[Sequence[bool]], width: int, dtype: type
 ) -> Shaped[np.ndarray, "B S"]:
   filled: np.ndarray = np.zeros((len(rows), width), dtype)
   for into, row in zip(filled, rows, strict=True):

@@ -4,8 +4,6 @@ import dataclasses
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal, overload
 
-import numpy as np
-
 import kvjax
 from kvjax.engine.capacity import (
   check_prompts,
@@ -23,6 +21,29 @@ if TYPE_CHECKING:
 _FIRST_ROOM = 512
 # What a decoder of bytes shows for the first half of a character.
 _INCOMPLETE = "\ufffd"
+
+
+class _Answer:
+  """The tokens of an answer, for the one who reads it and for the next turn.
+
+  Attributes:
+    stream: where they come from; it has the cache until it ends.
+    keep: whether the answer stays in the cache, which is donated then.
+    ids: those that have come.
+  """
+
+  def __init__(self, stream: kvjax.Stream, keep: bool):
+    self.stream = stream
+    self.keep = keep
+    self.ids: list[int] = []
+
+  def more(self) -> bool:
+    """Waits for the next token; False at the end."""
+    for (token,) in self.stream:
+      if token >= 0:
+        self.ids.append(int(token))
+        return True
+    return False
 
 
 class Chat:
@@ -49,8 +70,7 @@ class Chat:
     self._cache, _ = kvjax.prefill(lm.model, lm.params, contexts, plan)
     self._room = 0
     self._has_turns = False
-    # The stream of the last question, which has the cache until it ends.
-    self._pending: kvjax.Stream | None = None
+    self._pending: _Answer | None = None
 
   @property
   def cache(self) -> kvjax.Cache:
@@ -120,32 +140,31 @@ class Chat:
     if keep:
       self._reserve(width, decoding)
     # The thread of the stream goes on if this one is interrupted.
-    self._pending = kvjax.stream(
+    tokens = kvjax.stream(
       lm.model,
       lm.params,
       self._cache,
       prompts,
       decoding,
       keep=keep,
-      seeds=np.array([seed], np.int32),
+      seeds=[seed],
     )
-    pieces = self._pieces(self._pending)
+    self._pending = answer = _Answer(tokens, keep)
+    pieces = self._pieces(answer)
     return pieces if stream else "".join(pieces)
 
-  def _pieces(self, tokens: kvjax.Stream) -> Iterator[str]:
-    """Decodes tokens as they come."""
-    ids: list[int] = []
-    shown = ""
-    for (token,) in tokens:
-      if token < 0:
-        continue
-      ids.append(int(token))
-      text = self._lm.text.decode(ids)
+  def _pieces(self, answer: _Answer) -> Iterator[str]:
+    """Decodes tokens as they come, or have come while others were asked for."""
+    shown, read = "", 0
+    while len(answer.ids) > read or answer.more():
+      read += 1
+      text = self._lm.text.decode(answer.ids[:read])
       if not text.endswith(_INCOMPLETE):
         yield text[len(shown) :]
         shown = text
-    self._finish()
-    yield self._lm.text.decode(ids)[len(shown) :]
+    if answer is self._pending:
+      self._finish()
+    yield self._lm.text.decode(answer.ids)[len(shown) :]
 
   def _finish(self) -> None:
     """Waits for the last answer, read or not, and takes over its cache.
@@ -153,19 +172,20 @@ class Chat:
     Raises:
       InputError: the answer failed, and its cache with it.
     """
-    stream = self._pending
-    if stream is None:
+    answer = self._pending
+    if answer is None:
       return
-    for _ in stream:
+    while answer.more():
       pass
-    if stream.generated is None:
+    generated = answer.stream.generated
+    if generated is None and answer.keep:
       raise InputError(
         "The last answer ended with an error, and its cache is lost; compress "
         "the text again."
       )
     self._pending = None
-    if stream.generated.cache is not None:
-      self._cache = stream.generated.cache
+    if generated is not None and generated.cache is not None:
+      self._cache = generated.cache
       self._has_turns = True
 
   def _reserve(self, width: int, decoding: kvjax.Decoding) -> None:

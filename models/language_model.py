@@ -1,6 +1,7 @@
 """The decoder as a `kvjax.Model` of pure functions."""
 
 import dataclasses
+import functools
 from typing import Any
 
 from flax import nnx
@@ -30,6 +31,19 @@ class DecoderModel:
   layers: tuple[nnx.GraphDef[Layer], ...] = dataclasses.field(repr=False)
   geometry: Geometry = dataclasses.field(repr=False)
   config: DecoderConfig
+
+  def __hash__(self) -> int:
+    return self._hash
+
+  @functools.cached_property
+  def _hash(self) -> int:
+    # Every call of a compiled program asks for it, and graphs are large.
+    return hash((self.graphdef, self.layers, self.geometry, self.config))
+
+  @property
+  def vocab_size(self) -> int:
+    """Number of token ids that the model embeds."""
+    return self.config.vocab_size
 
   @property
   def rope(self) -> Rope:

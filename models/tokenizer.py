@@ -311,7 +311,7 @@ def _refused(what: str) -> Iterator[None]:
   except BaseException as error:
     if type(error) is Exception or type(error).__name__ == _PANIC:
       said = str(error).removesuffix(".")
-      raise InputError(f"{what}: {said}; mend the tokenizer.") from error
+      raise InputError(f"{what}: {said}; correct the tokenizer.") from error
     raise
 
 

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int, PyTree
 from kvjax.activations import Activations
 from kvjax.cache.layers import LayerCache
 from kvjax.cache.sharding import shard_layer
-from kvjax.engine.forward import States, block_positions, run_layers
+from kvjax.engine.forward import Place, States, block_positions, run_layers
 from kvjax.engine.likelihood import prompt_nll
 from kvjax.kernels.attention import attention
 from kvjax.models.language_model import DecoderModel
@@ -108,13 +108,10 @@ def train_step(
 
 
 def _step(
-  layer: Int[Array, ""],
-  stack: None,
-  index: Int[Array, ""],
-  activations: Activations,
+  place: Place, stack: None, activations: Activations
 ) -> tuple[Float[Array, "B N S D"], None]:
   """Computes causal attention without S x S weights for the gradient."""
-  del layer, index
+  del place
   cache = shard_layer(LayerCache.of(activations))
   batch, heads, length, dim = activations.queries.shape
   parts = length // QUERIES

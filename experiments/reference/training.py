@@ -11,7 +11,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from kvjax.activations import Activations
-from kvjax.engine.forward import States, run_layers
+from kvjax.engine.forward import Place, States, run_layers
 from kvjax.experiments.reference import vocabulary
 from kvjax.experiments.reference.attention import causal_attention
 from kvjax.experiments.reference.rows import Batch
@@ -102,12 +102,9 @@ def scored_logits(
 
 
 def _step(
-  layer: Int[Array, ""],
-  stack: None,
-  index: Int[Array, ""],
-  activations: Activations,
+  place: Place, stack: None, activations: Activations
 ) -> tuple[Float[Array, "B N S D"], None]:
-  del layer, index
+  del place
   return causal_attention(activations), stack
 
 

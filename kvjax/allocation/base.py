@@ -143,6 +143,15 @@ class Allocation(abc.ABC):
     """Whether heads compete for a layer's budget by `Method.votes`."""
     return False
 
+  @property
+  def prescribes(self) -> bool:
+    """Whether its method keeps what it says, whatever counts it is given.
+
+    Such a method cannot select for another that counts otherwise, such as
+    `chunked/`.
+    """
+    return False
+
   def check_model(self, geometry: Geometry) -> None:
     """Refuses a model that the allocation's file is not for; by default none.
 

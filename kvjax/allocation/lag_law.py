@@ -36,6 +36,11 @@ class LagLaw(Allocation):
   lag: int
   of_row: bool = False
 
+  @property
+  def prescribes(self) -> bool:
+    """True: a share of every partition."""
+    return True
+
   def counts(
     self, budget: Budget, lengths: Int[np.ndarray, " n"], sizes: Sizes
   ) -> Int[np.ndarray, "L n"]:

@@ -25,6 +25,11 @@ class PerChunk(Allocation):
 
   length: int = dataclasses.field(metadata={"option": False})
 
+  @property
+  def prescribes(self) -> bool:
+    """True: a share of every chunk."""
+    return True
+
   def counts(
     self, budget: Budget, lengths: Int[np.ndarray, " n"], sizes: Sizes
   ) -> Int[np.ndarray, "L n"]:

@@ -40,15 +40,18 @@ class WholeModel(Allocation):
     self, budget: Budget, lengths: Int[np.ndarray, " n"], sizes: Sizes
   ) -> Int[np.ndarray, "L n"]:
     """Mean number of tokens of all heads, rounded up."""
-    mean = -(-self._total(budget, lengths, sizes) // sum(sizes.heads))
+    # A model whose layers all have windows has no head that competes.
+    heads = max(sum(sizes.heads), 1)
+    mean = -(-self._total(budget, lengths, sizes) // heads)
     return np.tile(mean.astype(np.int32), (sizes.layers, 1))
 
   def totals(
     self, budget: Budget, lengths: Int[np.ndarray, " n"], sizes: Sizes
   ) -> Int[np.ndarray, "L n"]:
     """An even share of each layer; they add up to what the model keeps."""
-    ends = np.cumsum(sizes.heads)[:, None]
-    shares = self._total(budget, lengths, sizes) * ends // ends[-1]
+    ends = np.cumsum(sizes.heads, dtype=np.int64)[:, None]
+    heads = max(sum(sizes.heads), 1)
+    shares = self._total(budget, lengths, sizes) * ends // heads
     return np.diff(shares, axis=0, prepend=0).astype(np.int32)
 
   def _total(

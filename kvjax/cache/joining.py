@@ -20,7 +20,7 @@ from kvjax.placement import is_on_host
 def _join_key(cache: Cache) -> Any:
   """A hashable key that is equal for caches of the same kinds and sizes."""
 
-  def shape(leaf: Array | jax.ShapeDtypeStruct, axis: int) -> Any:
+  def shape(leaf: Array | np.ndarray | jax.ShapeDtypeStruct, axis: int) -> Any:
     return leaf.shape[:axis], leaf.shape[axis + 1 :], jnp.dtype(leaf.dtype)
 
   rows = (cache.next_positions, cache.protected)
@@ -211,7 +211,7 @@ def _needs_one_program(cache: Cache) -> bool:
   Its rows cannot be written in place by programs of their own then.
   """
   return any(
-    isinstance(leaf, jax.core.Tracer)
+    isinstance(leaf, jax.core.Tracer | np.ndarray)
     or len(leaf.devices()) > 1
     or is_on_host(leaf)
     for leaf in jax.tree.leaves(cache.stacks)

@@ -136,6 +136,7 @@ def _by_retention(
     evicts[contexts, place] = triples.evicts
   if np.any(np.isnan(ratios)):
     raise InputError(
-      "A context was measured twice at a retention; once is due."
+      "Every context must be measured once at each retention; one was measured "
+      "twice."
     )
   return ratios, evicts

@@ -128,9 +128,9 @@ class Calibration:
       or not all(a < b for a, b in itertools.pairwise(targets))
     ):
       raise InputError(
-        "A calibration has finite numbers, a tau_range and promises within 0 "
-        "and 1, the latter ascending, and at least one triple; "
-        f"{self} has not."
+        "A calibration must have finite numbers, a tau_range and promises "
+        "within 0 and 1, the latter ascending, and at least one triple, not "
+        f"{self}."
       )
     grid, shape = [0.0, *self.grid, 1.0], [0.0, *self.shape, 1.0]
     if (
@@ -144,10 +144,10 @@ class Calibration:
       or len(self.shape) != len(self.grid) * (self.preset == "prefill")
     ):
       raise InputError(
-        'A calibration has preset "paper" or "prefill", slopes of '
+        'A calibration must have preset "paper" or "prefill", slopes of '
         f"{', '.join(NAMES)}, ranges of {', '.join(Features._fields)}, the "
         "measured retentions ascending within 0 and 1 and, for preset "
-        f'"prefill", a shape that never falls; {self} has not.'
+        f'"prefill", a shape that never falls, not {self}.'
       )
 
   def check(self, method: object, per_query_head: bool) -> None:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Shaped
 
+from kvjax.allocation.base import Uniform
 from kvjax.cache.cache import Cache
 from kvjax.cache.sharding import shard_stack
 from kvjax.engine.plans import Plan
@@ -26,6 +27,7 @@ from kvjax.struct import STRUCTS, class_name, make
 # keys and values.
 _PARTS: tuple[type, ...] = (
   Plan,
+  Uniform,
   Schedule,
   Retention,
   Tokens,
@@ -49,7 +51,7 @@ def describe(value: Any, path: str, arrays: Arrays) -> Any:
   Raises:
     InputError: the tree contains something of an unknown class.
   """
-  if isinstance(value, jax.Array):
+  if isinstance(value, jax.Array | np.ndarray):
     arrays[path] = array = read(value)
     return {
       "array": path,

@@ -16,7 +16,7 @@ from kvjax.engine.prepared import PreparedPlan, max_span, prepare_repeated
 from kvjax.errors import InputError
 from kvjax.hosts import read
 from kvjax.kernels.quantized import Quantized
-from kvjax.model import Model, check_context
+from kvjax.model import Model, check_context, check_tokens
 from kvjax.prompts import Prompts, bucket
 
 _TOGETHER = "The context, with question and answer,"
@@ -197,6 +197,7 @@ def check_prompts(
       f"The cache has {rows} rows and {questions} questions; give one for each."
     )
   width = prompts.tokens.shape[1]
+  check_tokens(model, prompts.tokens, np.asarray(prompts.lengths))
   total = processed + np.asarray(prompts.lengths) + decoding.max_new_tokens
   _check_lengths(model, cache, total, width)
   return width

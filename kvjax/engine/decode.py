@@ -53,7 +53,7 @@ class Decoding:
   def __post_init__(self) -> None:
     stops: Any = self.stop_ids
     if isinstance(stops, str) or not isinstance(stops, Iterable):
-      raise InputError(f"stop_ids is a list of tokens; {stops!r} is none.")
+      raise InputError(f"stop_ids must be a list of tokens, not {stops!r}.")
     # Lists are not hashable, and this is part of what is compiled.
     object.__setattr__(self, "stop_ids", tuple(stops))
     check_count("max_new_tokens", self.max_new_tokens)

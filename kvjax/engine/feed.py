@@ -12,7 +12,7 @@ from kvjax.cache.base import Layer
 from kvjax.cache.cache import Cache
 from kvjax.cache.layers import LayerCache
 from kvjax.engine.compress import arrange_for, empty_block, evict_layer
-from kvjax.engine.forward import States, block_positions, run_layers
+from kvjax.engine.forward import Place, States, block_positions, run_layers
 from kvjax.engine.prepared import PreparedPlan
 from kvjax.model import LayerSpec, Model
 
@@ -59,23 +59,28 @@ def append_block(
     Hidden states of the block, and the cache.
   """
   plan = None if prepared is None else prepared.plan
+  # Layers that a method keeps whole have no memory for it.
+  evicting = set()
+  if prepared is not None:
+    evicting = {
+      stack
+      for stack, evicts in zip(cache.order, prepared.compressed, strict=True)
+      if evicts
+    }
 
   def step(
-    layer: Int[Array, ""],
-    stack: Layer,
-    index: Int[Array, ""],
-    activations: Activations,
+    place: Place, stack: Layer, activations: Activations
   ) -> tuple[Float[Array, "B N S Dv"], Layer]:
     arrange = arrange_for(activations, plan)
-    output, stack = stack.step(index, activations, arrange)
-    if plan is not None and stack.compressible:
+    output, stack = stack.step(place.rank, activations, arrange)
+    if plan is not None and place.stack in evicting:
       # Methods see one layer; `put` writes only what the method changed.
-      view: Any = stack.at(index)
+      view: Any = stack.at(place.rank)
       with jax.default_matmul_precision("highest"):
         after: Any = plan.method.observe(
-          layer, view, plan.candidates(activations)
+          place.layer, view, plan.candidates(activations)
         )
-      stack = stack.put(index, view, after)
+      stack = stack.put(place.rank, view, after)
     return output, stack
 
   positions = block_positions(cache.next_positions, tokens.shape[1], lengths)

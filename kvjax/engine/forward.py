@@ -13,10 +13,25 @@ from kvjax.engine.model_layers import index_layer, layer_stacks, run_block
 from kvjax.kernels.prompt_attention import prompt_attention
 from kvjax.model import LayerSpec, Model, ranks
 
-# Maps a layer's number, the stack of its state, its index in the stack and its
-# activations to the attention output and the stack.
+
+class Place(NamedTuple):
+  """The place of a layer, and of its state in `States`.
+
+  Attributes:
+    layer: the layer's number.
+    stack: the number of its stack, known while tracing.
+    rank: its index in the stack.
+  """
+
+  layer: Int[Array, ""]
+  stack: int
+  rank: Int[Array, ""]
+
+
+# Maps a layer's place, the stack of its state and its activations to the
+# attention output and the stack.
 Step = Callable[
-  [Int[Array, ""], Any, Int[Array, ""], Activations],
+  [Place, Any, Activations],
   tuple[Float[Array, "B N S Dv"], Any],
 ]
 # Maps a layer's number as an int, its state and its activations to the
@@ -108,7 +123,8 @@ def run_layers(
       def attend(activations: Activations) -> Any:
         # The whole stack: XLA updates a carry of the loop in place.
         state = states[kind.stack]
-        return step(layer, state, state_index[layer], activations)
+        place = Place(layer, kind.stack, state_index[layer])
+        return step(place, state, activations)
 
       hidden, state = run_block(
         model, layer_weights, kind.spec, hidden, shared, positions, attend
@@ -225,12 +241,9 @@ def prompt_hidden(
   """
 
   def step(
-    layer: Int[Array, ""],
-    stack: None,
-    index: Int[Array, ""],
-    activations: Activations,
+    place: Place, stack: None, activations: Activations
   ) -> tuple[Float[Array, "B N S Dv"], None]:
-    del layer, stack, index
+    del place, stack
     return attend_to_prompt(activations), None
 
   positions = block_positions(jnp.zeros_like(lengths), tokens.shape[1], lengths)

@@ -41,7 +41,7 @@ from kvjax.prompts import Prompts
 from kvjax.struct import tree_bytes
 
 # One seed for each row's draws.
-Seeds = Int[Array, " B"] | Int[np.ndarray, " B"]
+Seeds = Int[Array, " B"] | Int[np.ndarray, " B"] | Sequence[int]
 
 
 def reserve(cache: Cache, tokens: int) -> Cache:
@@ -157,8 +157,9 @@ def generate(
   By default the cache is left unchanged and can be used again. With `keep`,
   prompt and answer stay in the cache for the next turn. The given cache is
   donated then, and needs room for both (`kvjax.reserve`). If it evicts to a
-  budget in tokens while decoding, room for the padded prompt and `every` tokens
-  is sufficient for any number of turns.
+  budget in tokens while decoding, it never holds more than the budget, a padded
+  prompt and `every` tokens: room for so many is sufficient for any number of
+  turns.
 
   If the cache's plan evicts while decoding, it does so after the prompt and
   after every `every` tokens. A retention is then a share of the row's length
@@ -310,12 +311,16 @@ def _seeds(seeds: Seeds | None, cache: Cache) -> Int[Array, " B"]:
   rows = cache.next_positions.shape
   if seeds is None:
     return jnp.zeros(rows, jnp.int32)
-  seeds = jnp.asarray(seeds, jnp.int32)
-  if seeds.shape != rows:
+  given = np.asarray(seeds)
+  if given.shape != rows:
     raise InputError(
-      f"The cache has {rows[0]} rows and {seeds.size} seeds; give one for each."
+      f"The cache has {rows[0]} rows and {given.size} seeds; give one for each."
     )
-  return seeds
+  if given.dtype.kind not in "iu" or np.any((given < 0) | (given >= 2**31)):
+    raise InputError(
+      f"Seeds must be whole numbers from 0 to {2**31 - 1}; {given} are not."
+    )
+  return jnp.asarray(given, jnp.int32)
 
 
 # Tokens and lengths of the prompts to feed.

@@ -111,7 +111,9 @@ def check_protected(plan: Plan, prompts: Prompts, geometry: Geometry) -> None:
   """
   if plan.decoding is not None:
     check_protected(plan.decoding, prompts, geometry)
-  if prompts.protected is None or plan.method.traits.keeps_all:
+  sizes = budget_sizes(plan, geometry)
+  keeps_all = plan.method.traits.keeps_all or not sizes.layers
+  if prompts.protected is None or keeps_all:
     return
   budgets = dict.fromkeys(layer_budgets(plan, geometry))
   rows = zip(prompts.protected, np.asarray(prompts.lengths), strict=True)
@@ -120,6 +122,6 @@ def check_protected(plan: Plan, prompts: Prompts, geometry: Geometry) -> None:
       plan.spread.check_protected(
         protected[:length],
         budget,
-        budget_sizes(plan, geometry),
+        sizes,
         repeated=not plan.schedule.is_whole_prompt,
       )

@@ -13,7 +13,7 @@ from kvjax.engine.feed import append_block
 from kvjax.engine.forward import prompt_hidden
 from kvjax.errors import InputError
 from kvjax.hosts import read
-from kvjax.model import Model, check_context
+from kvjax.model import Model, check_context, check_tokens
 from kvjax.prompts import Prompts
 
 # Maximum number of positions, over all rows, whose logits exist at a time.
@@ -42,6 +42,7 @@ def negative_log_likelihood(
   """
   lengths = np.asarray(prompts.lengths)
   check_context(model, lengths)
+  check_tokens(model, prompts.tokens, lengths)
   tokens = jnp.asarray(prompts.tokens)
   return _nll(model, params, tokens, jnp.asarray(lengths))
 
@@ -106,6 +107,7 @@ def answer_nll(
     context_lengths + question_lengths + answer_lengths,
     "The context, with all that follows,",
   )
+  check_tokens(model, both.tokens, np.asarray(both.lengths))
   return _answer_nll(
     model,
     params,

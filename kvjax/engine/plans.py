@@ -215,6 +215,13 @@ class Plan:
         f"The budget of {name} cannot be spread unevenly over layers or heads: "
         f"{traits.even}."
       )
+    joint = self.method.allocation.ragged and not allocation.ragged
+    if joint and self.method.votes is not self.method:
+      raise InputError(
+        f"The heads of {name} share a budget as its options say; "
+        f"{type(allocation).__name__} gives each its own: change the options, "
+        "or leave out the allocation."
+      )
     # A method whose own allocation is ragged knows how to share without votes.
     shares = allocation.ragged and not self.method.allocation.ragged
     if (allocation.votes or shares) and self.method.votes is None:

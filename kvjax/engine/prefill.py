@@ -43,7 +43,7 @@ from kvjax.engine.thresholds import must_keep
 from kvjax.engine.whole_model import HeadCounts
 from kvjax.errors import InputError
 from kvjax.hosts import read
-from kvjax.model import Model, check_context
+from kvjax.model import Model, check_context, check_tokens
 from kvjax.options.budgets import Threshold
 from kvjax.prompts import Prompts
 
@@ -91,6 +91,7 @@ def prefill(
   # Either may be the larger one.
   block = max(plan.schedule.block, plan.schedule.first or 0)
   check_context(model, max_span(plan, np.asarray(prompts.lengths), block))
+  check_tokens(model, prompts.tokens, np.asarray(prompts.lengths))
   check_plan(model, plan)
   check_context_axis(model, plan, prompts.tokens.shape[1])
   check_protected(plan, prompts, model.geometry)
@@ -359,6 +360,7 @@ def _check_sweep(model: Model, prompts: Prompts, plans: Sequence[Plan]) -> None:
         f"{plan.schedule} to kvjax.prefill."
       )
   check_context(model, np.asarray(prompts.lengths))
+  check_tokens(model, prompts.tokens, np.asarray(prompts.lengths))
   for plan in plans:
     check_plan(model, plan)
     check_context_axis(model, plan, prompts.tokens.shape[1])

@@ -68,7 +68,7 @@ def check_rotary(model: Model) -> None:
     raise InputError(
       "rerotate needs a model that can rotate keys; "
       f"{type(model).__name__} has no "
-      "`rerotate` (see kvjax.engine.rerotation.RotaryModel)."
+      "`rerotate` (see kvjax.RotaryModel)."
     )
   layers = model.geometry.layers
   if any(spec.window is not None for spec in layers):

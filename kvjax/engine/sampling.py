@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.errors import InputError
+from kvjax.options.bounds import check_count
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,8 +42,7 @@ class Sampling:
       raise InputError(
         f"top_p must be above 0 and at most 1; {self.top_p:g} is not."
       )
-    if self.top_k < 0:
-      raise InputError(f"top_k must be 0 or more; {self.top_k} is not.")
+    check_count("top_k", self.top_k, 0)
 
 
 GREEDY = Sampling()

@@ -23,6 +23,7 @@ from kvjax.methods.heads import window_mass as window_mass
 from kvjax.methods.key_norm import KeyL2Norm as KeyL2Norm
 from kvjax.methods.keydiff import KeyDiff as KeyDiff
 from kvjax.methods.kvzap import KVzap as KVzap
+from kvjax.methods.kvzip import KVzip as KVzip
 from kvjax.methods.lagkv import LagKV as LagKV
 from kvjax.methods.leverage_scores import LeverageScores as LeverageScores
 from kvjax.methods.protokv import ProtoKV as ProtoKV

@@ -48,6 +48,11 @@ class Chunked(Method):
         "Every head keeps the same share of each chunk; those of "
         f"{type(self.over).__name__} share a budget."
       )
+    if allocation.prescribes:
+      raise InputError(
+        f"{type(self.over).__name__} keeps its own share of the parts of a "
+        "prompt, not what a chunk may keep; use it without chunked/."
+      )
     if "rerotate" in self.over.traits.activations:
       raise InputError(
         f"{type(self.over).__name__} moves queries by their positions in the "

@@ -42,7 +42,7 @@ def window_queries(
   """Returns the last real queries of every row, and their positions.
 
   Args:
-    cache: the cache; if it has an observation window, that is returned.
+    cache: the cache; if it has an observation window, its end is returned.
     activations: activations of the block.
     window: number of queries; at most those of the block. If a row has fewer,
       the remaining ones are arbitrary, with position -1.
@@ -53,7 +53,8 @@ def window_queries(
   """
   stored = cache.window
   if stored is not None and stored.positions.shape[1] >= window:
-    return stored.queries, stored.positions
+    first = stored.positions.shape[1] - window
+    return stored.queries[:, :, first:], stored.positions[:, first:]
   length = activations.positions.shape[1]
   if stored is not None or not length:
     raise InputError(

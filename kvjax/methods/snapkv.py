@@ -116,6 +116,10 @@ def _move_queries(
   by = jnp.broadcast_to((last - positions)[:, None], queries.shape[:3])
   assert activations.rerotate is not None
   moved = activations.rerotate(queries, by)
+  # A block may be shorter than the window: there are no queries before it.
+  before = window - positions.shape[1]
+  moved = jnp.pad(moved, ((0, 0), (0, 0), (before, 0), (0, 0)))
+  positions = jnp.pad(positions, ((0, 0), (before, 0)), constant_values=-1)
   return dataclasses.replace(cache, window=ObservationWindow(moved, positions))
 
 

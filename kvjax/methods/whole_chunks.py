@@ -64,6 +64,11 @@ class WholeChunks(Method):
         f"Chunks are ranked by the scores of their tokens; "
         f"{type(self.over).__name__} gives no scores to single tokens."
       )
+    if self.over.allocation.prescribes:
+      raise InputError(
+        f"{type(self.over).__name__} keeps its own share of the parts of a "
+        "prompt, not what whole chunks leave; use it without chunkkv.kvpress/."
+      )
     if self.over.allocation.ragged:
       raise InputError(
         "All heads keep the same chunks; those of "

@@ -41,6 +41,7 @@ class Tokens:
         f"A budget of {self.count:.3g} tokens is more than any cache holds; "
         f"give at most {2**31 - 1}."
       )
+    check_count("A budget in tokens", self.count)
 
   def num_kept(self, length: int) -> int:
     """Number of tokens kept of a row of `length` tokens."""
@@ -139,7 +140,7 @@ class Threshold:
   def __post_init__(self) -> None:
     if not isinstance(self.least, numbers.Real) or math.isnan(self.least):
       raise InputError(
-        f"A threshold is a score, such as -4.0; {self.least!r:.80} is none."
+        f"A threshold is a score, such as -4.0; {self.least!r:.80} is not one."
       )
     check_count("window of a threshold", self.window)
 

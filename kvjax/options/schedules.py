@@ -3,6 +3,7 @@
 import dataclasses
 
 from kvjax.errors import InputError
+from kvjax.options.bounds import check_count
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,8 +39,8 @@ class Schedule:
   def __post_init__(self) -> None:
     for name in ("block", "first", "every"):
       size = getattr(self, name)
-      if size is not None and size < 1:
-        raise InputError(f"{name} must be 1 or more tokens; {size} is not.")
+      if size is not None:
+        check_count(name, size)
     if self.first is not None and self.block is None:
       raise InputError("first is the size of the first block; give block too.")
 

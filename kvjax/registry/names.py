@@ -278,7 +278,7 @@ def split_budget(text: str) -> tuple[str, Budget]:
     )
   except ValueError as error:
     raise InputError(
-      f"What is kept is written as compactor@0.5 or keydiff@256; {text!r} does "
-      "not fit."
+      "A method with its budget is written as compactor@0.5 or keydiff@256, "
+      f"not {text!r}."
     ) from error
   return name, share

@@ -1,6 +1,7 @@
 """Retrieval methods, one file each: they keep all keys and read a few."""
 
 from kvjax.retrieval.base import Candidates as Candidates
+from kvjax.retrieval.base import Entry as Entry
 from kvjax.retrieval.base import KeyBudget as KeyBudget
 from kvjax.retrieval.base import Prompt as Prompt
 from kvjax.retrieval.base import Retrieval as Retrieval

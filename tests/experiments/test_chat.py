@@ -56,6 +56,18 @@ def test_a_stream_that_nobody_reads_ends_before_the_next_question(tiny):
   assert chat.ask(QUESTIONS[1], 8) == other.ask(QUESTIONS[1], 8)
 
 
+def test_streams_that_are_read_late_or_in_turns_are_whole(tiny):
+  chat, other = (tiny.compress(TEXT, "keydiff", 0.5) for _ in range(2))
+  expected = [other.ask(question, 8) for question in QUESTIONS]
+  first, second, third = (
+    chat.ask(question, 8, stream=True) for question in QUESTIONS
+  )
+  begun = next(second)
+  assert "".join(third) == expected[2]
+  assert begun + "".join(second) == expected[1]
+  assert "".join(first) == expected[0]
+
+
 @pytest.mark.parametrize("how", ["closed", "interrupted"])
 def test_an_answer_that_is_broken_off_stays_whole(tiny, how):
   chat, other = (tiny.compress(TEXT, "keydiff", 0.5) for _ in range(2))
@@ -83,6 +95,22 @@ def test_a_chat_whose_answer_failed_says_so(tiny, monkeypatch):
   for _ in range(2):
     with pytest.raises(InputError, match="ended with an error, and its cache"):
       chat.ask(QUESTIONS[0], 8)
+
+
+def test_an_answer_that_is_not_kept_may_fail(tiny, monkeypatch):
+  chat, other = (tiny.compress(TEXT, "keydiff", 0.5) for _ in range(2))
+
+  def fail(*arguments):
+    raise RuntimeError("out of memory")
+
+  monkeypatch.setattr("kvjax.engine.stream.generate_from", fail)
+  with pytest.raises(RuntimeError, match="out of memory"):
+    chat.ask(QUESTIONS[0], 8, keep=False)
+  monkeypatch.undo()
+  assert chat.ask(QUESTIONS[0], 8) == other.ask(QUESTIONS[0], 8)
+  with pytest.raises(InputError, match="Seeds must be whole numbers from 0"):
+    chat.ask(QUESTIONS[1], 8, keep=False, seed=2**31)
+  assert chat.ask(QUESTIONS[1], 8) == other.ask(QUESTIONS[1], 8)
 
 
 @pytest.mark.parametrize("method", ["keydiff", "streaming"])

@@ -268,6 +268,15 @@ def test_a_layers_heads_share_one_rounding():
   assert np.sum(np.asarray(slots) >= 0, axis=(1, 2)).tolist() == [14, 10]
 
 
+def test_heads_that_share_a_budget_take_no_other_allocation():
+  with pytest.raises(InputError, match="Uniform gives each its own: change th"):
+    kvjax.Plan(
+      Compactor(spread="layer"),
+      kvjax.Retention(0.1),
+      allocation=kvjax.allocation.Uniform(),
+    )
+
+
 def test_blend_is_the_share_removed_where_asked(seen):
   LayerCache.of(seen)
   allowance = LayerBudget(jnp.asarray([9]), 9)

@@ -320,7 +320,7 @@ def test_layers_of_one_kind_are_compiled_once():
   """A pattern that repeats is one loop; what it holds is traced once."""
   traced = []
 
-  def step(layer, stack, index, activations):
+  def step(place, stack, activations):
     traced.append(activations.queries.shape)
     return jnp.zeros_like(activations.queries), stack
 

@@ -181,9 +181,11 @@ def test_what_a_paper_does_not_define_is_refused(name, budget, sentence):
 
 
 def test_a_schedule_that_makes_no_sense_is_refused():
-  with pytest.raises(InputError, match="block must be 1 or more tokens; 0"):
+  with pytest.raises(
+    InputError, match="block must be a whole number, 1 or more; 0"
+  ):
     kvjax.Schedule(block=0)
-  with pytest.raises(InputError, match="every must be 1 or more"):
+  with pytest.raises(InputError, match="every must be a whole"):
     kvjax.Schedule(every=-1)
   with pytest.raises(InputError, match="give block too"):
     kvjax.Schedule(first=8)

@@ -4,10 +4,20 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+import kvjax
 from kvjax.cache.layers import LayerCache
 from kvjax.methods import LayerBudget
 from kvjax.registry.names import get_recipe
-from kvjax.testing import layer_positions, random_activations
+from kvjax.testing import TinyModel, layer_positions, random_activations
+
+
+def test_queries_that_move_may_be_fewer_than_the_window():
+  """A row of 9 tokens has 9 queries, and the preset a window of 64."""
+  model = TinyModel()
+  prompts = kvjax.Prompts.of([[*range(1, 10)], [7, 8, 9]])
+  plan = kvjax.get_plan("snapkv.kvpress_decoding", kvjax.Tokens(5))
+  cache, _ = kvjax.prefill(model, model.init(), prompts, plan)
+  assert cache.lengths[0].tolist() == [[5, 5], [3, 3]]
 
 
 @pytest.mark.parametrize(

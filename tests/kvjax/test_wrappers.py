@@ -88,6 +88,8 @@ def test_an_option_of_two_parts_is_the_methods():
     ("chunkkv.kvpress/protokv", "gives no scores to single tokens"),
     ("chunkkv.kvpress/compactor.vllm", "share a budget"),
     ("chunked/compactor.vllm", "share a budget"),
+    ("chunked/lagkv", "LagKV keeps its own share of the parts of a prompt"),
+    ("chunkkv.kvpress/lagkv", "LagKV keeps its own share of the parts"),
   ],
 )
 def test_prefixes_that_do_not_fit_are_explained(name, said):

@@ -61,7 +61,7 @@ def attend(seen):
 def logits_of(model, params, ids, positions):
   """Logits by the loop over layers that the engine runs."""
 
-  def step(layer, stack, index, seen):
+  def step(place, stack, seen):
     return attend(seen), stack
 
   hidden, _ = run_layers(

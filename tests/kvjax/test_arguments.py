@@ -1,0 +1,230 @@
+"""What callers give: refused in one sentence, or taken as it is meant."""
+
+import dataclasses
+
+import jax
+import jaxtyping
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.errors import InputError
+from kvjax.methods import H2O, SnapKV
+from kvjax.testing import TinyModel, kept_positions
+
+MODEL = TinyModel()
+PARAMS = MODEL.init()
+ROWS = [np.random.default_rng(n).permutation(64)[:n].tolist() for n in (50, 9)]
+PROMPTS = kvjax.Prompts.of(ROWS)
+QUESTIONS = kvjax.Prompts.of([[5, 3], [8]])
+
+
+def prefilled(plan):
+  return kvjax.prefill(MODEL, PARAMS, PROMPTS, plan)[0]
+
+
+@pytest.fixture
+def untyped():
+  """Without the types that these tests check besides."""
+  before = jaxtyping.config.jaxtyping_disable
+  jaxtyping.config.update("jaxtyping_disable", True)
+  yield
+  jaxtyping.config.update("jaxtyping_disable", before)
+
+
+@pytest.mark.usefixtures("untyped")
+@pytest.mark.parametrize(
+  ("make", "said"),
+  [
+    (lambda: kvjax.Tokens(2.5), "A budget in tokens must be a whole number"),
+    (lambda: kvjax.Schedule(block=2.5), "block must be a whole number"),
+    (lambda: kvjax.Schedule(every=1.5), "every must be a whole number"),
+    (lambda: kvjax.Sampling(1.0, top_k=2.5), "top_k must be a whole number"),
+    (
+      lambda: kvjax.Prompts.of([[1.7, 2.2]]),
+      "ids must be whole numbers; those of .1.7",
+    ),
+    (lambda: kvjax.Prompts.of([[[1], [2]]]), "whole numbers; those of ..1., "),
+    (
+      lambda: kvjax.Prompts.of([[3, -1]]),
+      "must be 0 or more, and .* of .3, -1",
+    ),
+    (
+      lambda: kvjax.Prompts.of([[2**31]]),
+      "0 or more, and below .* of .2147483",
+    ),
+  ],
+)
+def test_numbers_that_are_not_whole_or_too_large(make, said):
+  with pytest.raises(InputError, match=said):
+    make()
+
+
+def test_chunks_have_no_chunks():
+  inner = kvjax.methods.Chunked(kvjax.get_method("keydiff"), 32)
+  with pytest.raises(InputError, match="Chunked keeps its own share of the pa"):
+    kvjax.methods.Chunked(inner, 64)
+
+
+def test_prompts_may_be_an_array():
+  array = np.array([[4, 2, 7], [1, 5, 6]])
+  np.testing.assert_array_equal(
+    kvjax.Prompts.of(array).tokens, kvjax.Prompts.of(array.tolist()).tokens
+  )
+
+
+@pytest.mark.usefixtures("untyped")
+@pytest.mark.parametrize("seeds", [[1, 2**31], [-1, 0], [0.5, 1.0]])
+def test_seeds_are_whole_numbers_in_range(seeds):
+  cache = prefilled(kvjax.get_plan("keydiff", kvjax.Tokens(9)))
+  sampling = kvjax.Sampling(1.0)
+  for caches in (cache, [cache, cache]):
+    with pytest.raises(InputError, match="Seeds must be whole numbers from 0"):
+      kvjax.generate(
+        MODEL,
+        PARAMS,
+        caches,
+        QUESTIONS,
+        kvjax.Decoding(2, sampling=sampling),
+        seeds=seeds,
+      )
+
+
+class Named(TinyModel):
+  """A model that says how many tokens it embeds."""
+
+  vocab_size = 64
+
+
+def test_tokens_that_a_model_does_not_embed():
+  model = Named()
+  plan = kvjax.get_plan("keydiff", kvjax.Tokens(9))
+  blocks = kvjax.get_plan("keydiff", kvjax.Tokens(9), kvjax.Schedule(block=8))
+  cache, _ = kvjax.prefill(model, PARAMS, PROMPTS, plan)
+  # What follows the end of a row is arbitrary.
+  last = PROMPTS.tokens.shape[1] - 1
+  tokens = np.array(PROMPTS.tokens)
+  tokens[:, last] = 10**6
+  padded = dataclasses.replace(PROMPTS, tokens=tokens)
+  kvjax.prefill(model, PARAMS, padded, plan)
+  wrong = kvjax.Prompts.of([[5, 64], [1]])
+  for call in (
+    lambda: kvjax.prefill(model, PARAMS, wrong, plan),
+    lambda: kvjax.prefill(model, PARAMS, wrong, blocks),
+    lambda: kvjax.generate(model, PARAMS, cache, wrong, kvjax.Decoding(2)),
+    lambda: list(kvjax.stream(model, PARAMS, cache, wrong, kvjax.Decoding(2))),
+    lambda: kvjax.negative_log_likelihood(model, PARAMS, wrong),
+    lambda: kvjax.answer_nll(model, PARAMS, cache, QUESTIONS, wrong),
+  ):
+    with pytest.raises(InputError, match="no token 64: this model embeds 64"):
+      call()
+
+
+def test_a_cache_on_the_host_decodes_and_joins(tmp_path):
+  cache = prefilled(kvjax.get_plan("keydiff", kvjax.Tokens(9)))
+  host = jax.device_get(cache)
+  decoding = kvjax.Decoding(6)
+
+  def rows(given):
+    answers = kvjax.generate(MODEL, PARAMS, given, QUESTIONS, decoding)
+    if isinstance(given, list):
+      return [answer.rows() for answer in answers]
+    return answers.rows()
+
+  expected = rows(cache)
+  assert rows(host) == expected
+  assert rows([host, host]) == [expected] * 2
+  kvjax.save_cache(host, tmp_path / "cache", model=MODEL, model_id="tiny")
+  loaded = kvjax.load_cache(tmp_path / "cache", model=MODEL, model_id="tiny")
+  assert rows(loaded) == expected
+
+
+def test_an_allocation_that_is_named_can_be_saved(tmp_path):
+  plan = kvjax.Plan(
+    kvjax.get_method("keydiff"),
+    kvjax.Tokens(9),
+    kvjax.Schedule(every=4),
+    allocation=kvjax.allocation.Uniform(),
+  )
+  cache = prefilled(plan)
+  kvjax.save_cache(cache, tmp_path / "cache", model=MODEL, model_id="tiny")
+  loaded = kvjax.load_cache(tmp_path / "cache", model=MODEL, model_id="tiny")
+  assert loaded.plan == plan
+
+
+@dataclasses.dataclass(frozen=True)
+class PatientH2O(H2O):
+  """Accumulates attention, but not in layer 0, which stays whole."""
+
+  @property
+  def traits(self):
+    return dataclasses.replace(
+      super().traits, keeps_layers=(0,), even="it leaves layers whole"
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class PatientSnapKV(SnapKV):
+  """Stores queries, but not in layer 0, which stays whole."""
+
+  @property
+  def traits(self):
+    return dataclasses.replace(
+      super().traits, keeps_layers=(0,), even="it leaves layers whole"
+    )
+
+
+@pytest.mark.parametrize("method", [PatientH2O(), PatientSnapKV(window=4)])
+@pytest.mark.parametrize(
+  "schedule",
+  [kvjax.Schedule(block=16), kvjax.Schedule(block=16, every=4)],
+  ids=str,
+)
+def test_methods_with_memory_may_leave_layers_whole(method, schedule):
+  plan = kvjax.Plan(method, kvjax.Tokens(20), schedule)
+  cache, logits = kvjax.prefill(MODEL, PARAMS, PROMPTS, plan)
+  for row, tokens in enumerate(ROWS):
+    first, *others = kept_positions(cache, row)
+    assert first == [[*range(len(tokens))]] * len(first)
+    for layer in others:
+      assert {len(head) for head in layer} == {min(20, len(tokens))}
+  answers = kvjax.generate(MODEL, PARAMS, cache, logits, kvjax.Decoding(9))
+  assert all(len(row) == 9 for row in answers.rows())
+
+
+WINDOWS = TinyModel(
+  kvjax.Geometry((kvjax.LayerSpec(4, 2, 8, window=8),) * 2, 4096)
+)
+
+
+@pytest.mark.filterwarnings("ignore::kvjax.InputWarning")
+@pytest.mark.parametrize(
+  "name", ["keydiff", "kvzip", "simlayerkv", "pyramidkv", "lagkv"]
+)
+def test_a_model_of_windows_alone_has_nothing_to_compress(name):
+  params = WINDOWS.init()
+  protected = [[place < 2 for place in range(len(row))] for row in ROWS]
+  answers = []
+  for method, mask in ((name, None), (name, protected), ("full", None)):
+    prompts = kvjax.Prompts.of(ROWS, protected=mask)
+    plan = kvjax.get_plan(method, kvjax.Retention(0.5))
+    cache, logits = kvjax.prefill(WINDOWS, params, prompts, plan)
+    decoding = kvjax.Decoding(5)
+    answers.append(
+      kvjax.generate(WINDOWS, params, cache, logits, decoding).rows()
+    )
+  assert answers[0] == answers[1] == answers[2]
+
+
+def test_the_room_that_is_said_to_suffice_does():
+  plan = kvjax.get_plan("tova", kvjax.Tokens(40), kvjax.Schedule(every=4))
+  cache, _ = kvjax.prefill(MODEL, PARAMS, kvjax.Prompts.of([[1, 2, 3]]), plan)
+  question = kvjax.Prompts.of([[5, 6]], padded=8)
+  # The budget, a padded prompt and `every` tokens.
+  cache = kvjax.reserve(cache, 40 + 8 + 4)
+  for _ in range(9):
+    answer = kvjax.generate(
+      MODEL, PARAMS, cache, question, kvjax.Decoding(8), keep=True
+    )
+    cache = answer.cache
+  assert np.asarray(cache.lengths).max() <= 40 + 8 + 4
