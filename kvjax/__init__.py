@@ -58,6 +58,7 @@ from kvjax.errors import InputWarning as InputWarning
 from kvjax.model import Geometry as Geometry
 from kvjax.model import LayerSpec as LayerSpec
 from kvjax.model import Model as Model
+from kvjax.model import Vocabulary as Vocabulary
 from kvjax.options.budgets import Budget as Budget
 from kvjax.options.budgets import PerLayer as PerLayer
 from kvjax.options.budgets import Retention as Retention

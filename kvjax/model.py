@@ -278,7 +278,7 @@ def check_context(
 
 @runtime_checkable
 class Vocabulary(Protocol):
-  """What a `Model` may say besides, so that other token ids are refused."""
+  """An optional property of a `Model`: token ids beyond it are refused."""
 
   @property
   def vocab_size(self) -> int:

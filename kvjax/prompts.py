@@ -40,7 +40,8 @@ def _step(length: int) -> int:
   return max(power // 8, min(power // 2, 128))
 
 
-Rows = Sequence[Sequence[int]] | Int[np.ndarray, "B T"]
+# Rows of token ids; an array has rows of equal lengths, here n.
+Rows = Sequence[Sequence[int]] | Int[np.ndarray, "B n"]
 
 
 @struct

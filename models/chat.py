@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal, overload
 
+import jax
+
 import kvjax
 from kvjax.engine.capacity import (
   check_prompts,
@@ -28,21 +30,24 @@ class _Answer:
 
   Attributes:
     stream: where they come from; it has the cache until it ends.
-    keep: whether the answer stays in the cache, which is donated then.
     ids: those that have come.
+    error: what ended it, if it failed.
   """
 
-  def __init__(self, stream: kvjax.Stream, keep: bool):
+  def __init__(self, stream: kvjax.Stream):
     self.stream = stream
-    self.keep = keep
     self.ids: list[int] = []
+    self.error: Exception | None = None
 
   def more(self) -> bool:
-    """Waits for the next token; False at the end."""
-    for (token,) in self.stream:
-      if token >= 0:
-        self.ids.append(int(token))
-        return True
+    """Waits for the next token; False at the end, also if the answer failed."""
+    try:
+      for (token,) in self.stream:
+        if token >= 0:
+          self.ids.append(int(token))
+          return True
+    except Exception as error:
+      self.error = error
     return False
 
 
@@ -124,7 +129,8 @@ class Chat:
       seed: seed of the draws.
 
     Raises:
-      InputError: text, turns and answer are longer than the model's context.
+      InputError: text, turns and answer are longer than the model's context,
+        or the seed does not fit 32 bits.
     """
     self._finish()
     lm = self._lm
@@ -149,7 +155,7 @@ class Chat:
       keep=keep,
       seeds=[seed],
     )
-    self._pending = answer = _Answer(tokens, keep)
+    self._pending = answer = _Answer(tokens)
     pieces = self._pieces(answer)
     return pieces if stream else "".join(pieces)
 
@@ -162,6 +168,8 @@ class Chat:
       if not text.endswith(_INCOMPLETE):
         yield text[len(shown) :]
         shown = text
+    if answer.error is not None:
+      raise answer.error
     if answer is self._pending:
       self._finish()
     yield self._lm.text.decode(answer.ids)[len(shown) :]
@@ -178,7 +186,9 @@ class Chat:
     while answer.more():
       pass
     generated = answer.stream.generated
-    if generated is None and answer.keep:
+    # A turn donates the cache, and one that fails does not return it.
+    lost = any(leaf.is_deleted() for leaf in jax.tree.leaves(self._cache))
+    if generated is None and lost:
       raise InputError(
         "The last answer ended with an error, and its cache is lost; compress "
         "the text again."

@@ -35,6 +35,10 @@ class DecoderModel:
   def __hash__(self) -> int:
     return self._hash
 
+  def __getstate__(self) -> dict[str, Any]:
+    # Hashes of texts differ between processes.
+    return {name: x for name, x in vars(self).items() if name != "_hash"}
+
   @functools.cached_property
   def _hash(self) -> int:
     # Every call of a compiled program asks for it, and graphs are large.

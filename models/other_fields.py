@@ -58,10 +58,10 @@ _SUFFIXES = (
 
 # Words in the names of fields that change the computation.
 _SIGNIFICANT = frozenset(
-  "act activation alibi bias bidirectional cap clip expert experts gate gated "
-  "moe mrope multiplier norm pruned qk quant quantization quantized residual "
-  "rope rotary scalar scale scaled scaling shared sharing sink sinks sliding "
-  "softcap softcapping temperature topk window windows".split()
+  "act activation alibi bias bidirectional clip expert experts gate gated moe "
+  "mrope multiplier pruned qk quant quantization quantized residual rope "
+  "rotary scalar scale scaled scaling sink sinks sliding softcap softcapping "
+  "window windows".split()
 )
 # Those of them that are factors, for which 1 is neutral.
 _FACTORS = frozenset("multiplier rotary scalar scale scaling".split())
@@ -70,12 +70,19 @@ _FACTORS = frozenset("multiplier rotary scalar scale scaling".split())
 _SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
   "add_cross_attention": (False,),
   "attention_chunk_size": (),
+  "attn_logit_cap": (),
+  "attn_temperature_tuning": (False, 0),
+  "index_topk": (),
   "is_causal": (True,),
   "kv_lora_rank": (),
   "no_bias": (True,),
+  "num_kv_shared_layers": (0,),
   "norm_type": ("rms_norm", "rmsnorm", "RMSNorm"),
   "parallel_attn": (False,),
   "position_embedding_type": ("rope", "rotary"),
+  "post_norm": (False,),
+  "query_key_norm": (False,),
+  "use_cross_layer_kv_sharing": (False,),
   "use_rope": (True,),
   "v_head_dim": (),
 }
@@ -108,7 +115,7 @@ def classify_fields(rest: Mapping[str, Any], model_type: str) -> FieldKinds:
   for name, value in sorted(rest.items()):
     if _has_no_effect(name) or _is_neutral(name, value):
       continue
-    if name in _SUPPORTED_VALUES or _is_significant(name):
+    if name in _SUPPORTED_VALUES or _words(name) & _SIGNIFICANT:
       result.faults.append(
         f"has {format_value(value)} for {name!r}, which is not supported for "
         f"{model_type}"
@@ -135,17 +142,8 @@ def _is_neutral(name: str, value: Any) -> bool:
     words = _words(name)
     if words & _FACTORS:
       return value == 1
-    return value == 0 and _is_significant(name)
+    return value == 0 and bool(words & _SIGNIFICANT)
   return value is False or value in ("", [], {})
-
-
-def _is_significant(name: str) -> bool:
-  """Whether a name says that the field changes the computation.
-
-  Epsilons of norms do not: a decoder reads its own.
-  """
-  is_epsilon = name.endswith(("_eps", "_epsilon"))
-  return bool(_words(name) & _SIGNIFICANT) and not is_epsilon
 
 
 def _words(name: str) -> frozenset[str]:

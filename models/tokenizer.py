@@ -311,7 +311,7 @@ def _refused(what: str) -> Iterator[None]:
   except BaseException as error:
     if type(error) is Exception or type(error).__name__ == _PANIC:
       said = str(error).removesuffix(".")
-      raise InputError(f"{what}: {said}; correct the tokenizer.") from error
+      raise InputError(f"{what}: {said}; repair the tokenizer.") from error
     raise
 
 
@@ -344,11 +344,14 @@ def _default_template(config: Mapping[str, Any]) -> str | None:
         return next(iter(named.values()))
       if not named or "default" in named:
         return named.get("default")
-      raise InputError(
+      warnings.warn(
         "tokenizer_config.json has the chat templates "
-        f"{', '.join(sorted(named))}, but none named default; name the one to "
-        "use so, or save it as chat_template.jinja."
+        f"{', '.join(sorted(named))}, but none named default: prompts have no "
+        "template. Save the one to use as chat_template.jinja.",
+        InputWarning,
+        stacklevel=2,
       )
+      return None
   elif template is None or isinstance(template, str):
     return template
   raise InputError(

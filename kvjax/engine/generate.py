@@ -188,9 +188,10 @@ def generate(
     The generated tokens; a tuple of them for many caches.
 
   Raises:
-    InputError: rows, prompts and seeds differ in number, the cache is of
-      another model, context, prompt and answer together are longer than the
-      model's context, or the cache has too little room.
+    InputError: rows, prompts and seeds differ in number, a seed does not fit 32
+      bits, the model does not embed a token, the cache is of another model,
+      context, prompt and answer together are longer than the model's context,
+      or the cache has too little room.
 
   Examples:
     >>> import kvjax
@@ -311,14 +312,15 @@ def _seeds(seeds: Seeds | None, cache: Cache) -> Int[Array, " B"]:
   rows = cache.next_positions.shape
   if seeds is None:
     return jnp.zeros(rows, jnp.int32)
-  given = np.asarray(seeds)
+  given = np.asarray(read(seeds))
   if given.shape != rows:
     raise InputError(
       f"The cache has {rows[0]} rows and {given.size} seeds; give one for each."
     )
-  if given.dtype.kind not in "iu" or np.any((given < 0) | (given >= 2**31)):
+  fits = (given >= -(2**31)) & (given < 2**31)
+  if given.dtype.kind not in "iu" or not np.all(fits):
     raise InputError(
-      f"Seeds must be whole numbers from 0 to {2**31 - 1}; {given} are not."
+      f"Seeds must be whole numbers of 32 bits; {given.tolist()} are not."
     )
   return jnp.asarray(given, jnp.int32)
 

@@ -82,7 +82,7 @@ class SimLayer(ScoringMethod):
     self, cache: LayerCache, counts: Int[Array, "B #K"]
   ) -> Bool[Array, "B K T"]:
     """The ends; of a smaller budget, the sinks and fewer recent tokens."""
-    room = jnp.maximum(counts - self.sinks, 0)
-    recent = jnp.minimum(self.recent - self.window, room)
+    first = jnp.minimum(self.sinks, counts)
+    recent = jnp.minimum(self.recent - self.window, counts - first)
     is_recent = age(cache.valid) <= recent[:, :, None]
-    return cache.valid & (is_recent | (cache.positions < self.sinks))
+    return cache.valid & (is_recent | (cache.positions < first[:, :, None]))

@@ -19,8 +19,8 @@ class StreamingLLM(HeadwiseMethod):
   Source: Xiao et al., arXiv 2309.17453.
 
   Attributes:
-    sinks: number of first tokens that are always kept.
-    recent_frac: share of the budget that the sinks leave to the newest tokens.
+    sinks: number of first tokens that are kept.
+    recent_frac: share of the budget that is reserved for the newest tokens.
     rerotate: renumber and rerotate tokens by their place in the cache, as the
       paper does; if not, they keep their positions in the text. In blocks and
       while decoding, every step rerotates all keys.

@@ -140,7 +140,7 @@ class Threshold:
   def __post_init__(self) -> None:
     if not isinstance(self.least, numbers.Real) or math.isnan(self.least):
       raise InputError(
-        f"A threshold is a score, such as -4.0; {self.least!r:.80} is not one."
+        f"A threshold must be a score, such as -4.0, not {self.least!r:.80}."
       )
     check_count("window of a threshold", self.window)
 

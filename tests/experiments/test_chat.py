@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import numpy as np
 import pytest
 
@@ -85,7 +86,8 @@ def test_an_answer_that_is_broken_off_stays_whole(tiny, how):
 def test_a_chat_whose_answer_failed_says_so(tiny, monkeypatch):
   chat = tiny.compress(TEXT, "keydiff", 0.5)
 
-  def fail(*arguments):
+  def fail(model, params, cache, *arguments):
+    jax.tree.map(lambda leaf: leaf.delete(), cache)  # It was donated.
     raise RuntimeError("out of memory")
 
   monkeypatch.setattr("kvjax.engine.stream.generate_from", fail)
@@ -97,19 +99,25 @@ def test_a_chat_whose_answer_failed_says_so(tiny, monkeypatch):
       chat.ask(QUESTIONS[0], 8)
 
 
-def test_an_answer_that_is_not_kept_may_fail(tiny, monkeypatch):
+@pytest.mark.parametrize("keep", [True, False])
+def test_an_answer_may_fail_before_the_cache_is_lost(tiny, monkeypatch, keep):
   chat, other = (tiny.compress(TEXT, "keydiff", 0.5) for _ in range(2))
 
-  def fail(*arguments):
+  def fail(model, params, cache, request, listener):
+    listener(0, np.array([5]))
     raise RuntimeError("out of memory")
 
-  monkeypatch.setattr("kvjax.engine.stream.generate_from", fail)
-  with pytest.raises(RuntimeError, match="out of memory"):
-    chat.ask(QUESTIONS[0], 8, keep=False)
-  monkeypatch.undo()
+  with monkeypatch.context() as patch:
+    patch.setattr("kvjax.engine.stream.generate_from", fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+      chat.ask(QUESTIONS[0], 8, keep=keep)
+    unread = chat.ask(QUESTIONS[0], 8, keep=keep, stream=True)
   assert chat.ask(QUESTIONS[0], 8) == other.ask(QUESTIONS[0], 8)
-  with pytest.raises(InputError, match="Seeds must be whole numbers from 0"):
-    chat.ask(QUESTIONS[1], 8, keep=False, seed=2**31)
+  # Its reader learns of it.
+  with pytest.raises(RuntimeError, match="out of memory"):
+    list(unread)
+  with pytest.raises(InputError, match="Seeds must be whole numbers of 32"):
+    chat.ask(QUESTIONS[1], 8, keep=keep, seed=2**31)
   assert chat.ask(QUESTIONS[1], 8) == other.ask(QUESTIONS[1], 8)
 
 

@@ -74,12 +74,12 @@ def test_prompts_may_be_an_array():
 
 
 @pytest.mark.usefixtures("untyped")
-@pytest.mark.parametrize("seeds", [[1, 2**31], [-1, 0], [0.5, 1.0]])
+@pytest.mark.parametrize("seeds", [[1, 2**31], [-(2**31) - 1, 0], [0.5, 1.0]])
 def test_seeds_are_whole_numbers_in_range(seeds):
   cache = prefilled(kvjax.get_plan("keydiff", kvjax.Tokens(9)))
   sampling = kvjax.Sampling(1.0)
   for caches in (cache, [cache, cache]):
-    with pytest.raises(InputError, match="Seeds must be whole numbers from 0"):
+    with pytest.raises(InputError, match="Seeds must be whole numbers of 32"):
       kvjax.generate(
         MODEL,
         PARAMS,
@@ -90,31 +90,25 @@ def test_seeds_are_whole_numbers_in_range(seeds):
       )
 
 
-class Named(TinyModel):
-  """A model that says how many tokens it embeds."""
-
-  vocab_size = 64
-
-
 def test_tokens_that_a_model_does_not_embed():
-  model = Named()
   plan = kvjax.get_plan("keydiff", kvjax.Tokens(9))
   blocks = kvjax.get_plan("keydiff", kvjax.Tokens(9), kvjax.Schedule(block=8))
-  cache, _ = kvjax.prefill(model, PARAMS, PROMPTS, plan)
+  cache, _ = kvjax.prefill(MODEL, PARAMS, PROMPTS, plan)
   # What follows the end of a row is arbitrary.
   last = PROMPTS.tokens.shape[1] - 1
   tokens = np.array(PROMPTS.tokens)
   tokens[:, last] = 10**6
   padded = dataclasses.replace(PROMPTS, tokens=tokens)
-  kvjax.prefill(model, PARAMS, padded, plan)
+  kvjax.prefill(MODEL, PARAMS, padded, plan)
   wrong = kvjax.Prompts.of([[5, 64], [1]])
   for call in (
-    lambda: kvjax.prefill(model, PARAMS, wrong, plan),
-    lambda: kvjax.prefill(model, PARAMS, wrong, blocks),
-    lambda: kvjax.generate(model, PARAMS, cache, wrong, kvjax.Decoding(2)),
-    lambda: list(kvjax.stream(model, PARAMS, cache, wrong, kvjax.Decoding(2))),
-    lambda: kvjax.negative_log_likelihood(model, PARAMS, wrong),
-    lambda: kvjax.answer_nll(model, PARAMS, cache, QUESTIONS, wrong),
+    lambda: kvjax.prefill(MODEL, PARAMS, wrong, plan),
+    lambda: kvjax.prefill(MODEL, PARAMS, wrong, blocks),
+    lambda: kvjax.sweep(MODEL, PARAMS, wrong, [plan, plan]),
+    lambda: kvjax.generate(MODEL, PARAMS, cache, wrong, kvjax.Decoding(2)),
+    lambda: list(kvjax.stream(MODEL, PARAMS, cache, wrong, kvjax.Decoding(2))),
+    lambda: kvjax.negative_log_likelihood(MODEL, PARAMS, wrong),
+    lambda: kvjax.answer_nll(MODEL, PARAMS, cache, QUESTIONS, wrong),
   ):
     with pytest.raises(InputError, match="no token 64: this model embeds 64"):
       call()
@@ -218,13 +212,19 @@ def test_a_model_of_windows_alone_has_nothing_to_compress(name):
 
 def test_the_room_that_is_said_to_suffice_does():
   plan = kvjax.get_plan("tova", kvjax.Tokens(40), kvjax.Schedule(every=4))
-  cache, _ = kvjax.prefill(MODEL, PARAMS, kvjax.Prompts.of([[1, 2, 3]]), plan)
   question = kvjax.Prompts.of([[5, 6]], padded=8)
+
+  def turns(slots):
+    cache, _ = kvjax.prefill(MODEL, PARAMS, kvjax.Prompts.of([[1, 2, 3]]), plan)
+    cache = kvjax.reserve(cache, slots - cache.layer(0).capacity)
+    for _ in range(9):
+      cache = kvjax.generate(
+        MODEL, PARAMS, cache, question, kvjax.Decoding(8), keep=True
+      ).cache
+    return cache
+
   # The budget, a padded prompt and `every` tokens.
-  cache = kvjax.reserve(cache, 40 + 8 + 4)
-  for _ in range(9):
-    answer = kvjax.generate(
-      MODEL, PARAMS, cache, question, kvjax.Decoding(8), keep=True
-    )
-    cache = answer.cache
-  assert np.asarray(cache.lengths).max() <= 40 + 8 + 4
+  cache = turns(40 + 8 + 4)
+  assert cache.lengths[0].tolist() == [[40, 40]]
+  with pytest.raises(InputError, match="free slots and the cache has"):
+    turns(40)

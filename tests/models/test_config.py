@@ -198,6 +198,7 @@ DYNAMIC = {"rope_type": "dynamic", "factor": 2.0}
     ({"query_key_norm": True}, "'query_key_norm'"),
     ({"num_kv_shared_layers": 4}, "'num_kv_shared_layers'"),
     ({"attn_temperature_tuning": True}, "'attn_temperature_tuning'"),
+    ({"use_cross_layer_kv_sharing": True}, "'use_cross_layer_kv_sharing'"),
     ({"index_topk": 2048}, "'index_topk'"),
     ({"rope_scaling": "linear"}, "must be an object"),
     ({"rope_scaling": {"type": "su", "factor": 2.0}}, "rope type 'su'"),
@@ -253,6 +254,7 @@ def test_refused(changes, said):
     ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, 256),
     ({"rope_scaling": {"rope_type": "default", "factor": 1.0}}, 128),
     ({"ffn_dim_multiplier": 1.3}, 128),
+    ({"attn_temperature_tuning": False, "num_kv_shared_layers": 0}, 128),
     (
       {
         "rope_scaling": {
