@@ -183,7 +183,7 @@ def first_and_last(name, n, count):
   base, preset = base_of(name)
   match base:
     case "streaming":
-      return (0 if "sinks=0" in name else 4), 0
+      return (0 if "sinks=0" in name else min(4, count)), 0
     case "compactor" if preset in ("compactor.kvpress", "compactor.vllm"):
       return 2, 3
     case "keydiff":
@@ -196,8 +196,10 @@ def first_and_last(name, n, count):
       return 4, 0
     case "fast_kvzip":
       return 4, n // 20
-    case "duoattention" | "simlayerkv":
-      return 3, 0
+    case "duoattention":
+      return min(3, count // 2), 0
+    case "simlayerkv":
+      return min(3, count), 0
     case "tova" if preset == "tova.kvpress":
       return 0, 1
     case "kvzip" if preset.startswith("kvzip.kvpress"):

@@ -92,7 +92,7 @@ def test_calibrations_that_are_none(tmp_path, fields):
   path.write_text(json.dumps(saved | fields))
   refused(
     lambda: kvjax.Calibration.load(path, model_id="tiny"),
-    "is no calibration, for|A calibration has|that of the model 'another",
+    "is no calibration, for|A calibration must have|that of the model 'another",
   )
 
 

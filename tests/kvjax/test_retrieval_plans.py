@@ -26,7 +26,7 @@ BUDGET = kvjax.Tokens(10)
     ),
     (
       lambda: kvjax.get_plan("flat/keydiff", BUDGET),
-      "written as compactor@0.5 or keydiff@256; 'keydiff' does not fit.",
+      "written as compactor@0.5 or keydiff@256, not 'keydiff'.",
     ),
     (
       lambda: kvjax.get_plan("ctkrv/keydiff@0.5", BUDGET),

@@ -386,6 +386,6 @@ for wrong in ("-4", None):
   lines = re.findall(r"program.py:(\d+): InputWarning", done.stderr)
   assert lines == ["4", "5"]
   assert done.stdout.splitlines() == [
-    "A threshold is a score, such as -4.0; '-4' is none.",
-    "A threshold is a score, such as -4.0; None is none.",
+    "A threshold must be a score, such as -4.0, not '-4'.",
+    "A threshold must be a score, such as -4.0, not None.",
   ]

@@ -100,7 +100,7 @@ def write(folder, fields):
 @pytest.mark.parametrize("kind", BROKEN)
 def test_a_tokenizer_that_cannot_be_loaded(tmp_path, kind):
   folder = write(tmp_path, BROKEN[kind])
-  refused(lambda: Tokenizer.load(folder), "is not a tokenizer: .*; mend the")
+  refused(lambda: Tokenizer.load(folder), "is not a tokenizer: .*; repair the")
 
 
 @pytest.mark.parametrize("kind", FAILING)
@@ -110,7 +110,7 @@ def test_a_tokenizer_that_fails_for_a_text(tmp_path, kind):
   for function in (tokenizer.encode, tokenizer.count, tokenizer.pieces):
     refused(
       lambda function=function: function(text),
-      "The tokenizer does not encode the text: .*; mend the tokenizer",
+      "The tokenizer does not encode the text: .*; repair the tokenizer",
     )
 
 
