@@ -47,7 +47,28 @@ class Recorded(NamedTuple):
   link: str
 
 
+_OF_KEYS = "results.md#what-keydiffs-paper-says-of-keys"
+
 RECORDED = {
+  "E2.6": Recorded(
+    "SmolLM2, 924 tokens: KeyDiff's are the highest, in 96 % of cases or more",
+    _OF_KEYS,
+  ),
+  "E2.7": Recorded(
+    "SmolLM2, 924 tokens: KeyDiff's spread most, but those of others, too",
+    _OF_KEYS,
+  ),
+  "E2.8": Recorded(
+    "SmolLM2, 924 tokens: correlations of −0.30 to −0.67 from layer 3 on, none "
+    "by rank",
+    _OF_KEYS,
+  ),
+  "E2.11": Recorded(
+    "SmolLM2, 924 tokens: the four least alike get 44 % in layer 12, and 2 % "
+    "in layer 2",
+    _OF_KEYS,
+  ),
+  "E2.12": Recorded("SmolLM2, 924 tokens: in two of four heads", _OF_KEYS),
   "E3.7": Recorded(
     "SmolLM2, 512 tokens: Compactor keeps 98.0 % before and 87.4 % after",
     "finetuning.md#on-smollm2",
