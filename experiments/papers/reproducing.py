@@ -47,7 +47,7 @@ class Recorded(NamedTuple):
   link: str
 
 
-_OF_KEYS = "results.md#what-keydiffs-paper-says-of-keys"
+_OF_KEYS = "results.md#keys-and-attention-in-keydiff"
 
 RECORDED = {
   "E2.6": Recorded(
