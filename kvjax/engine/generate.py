@@ -233,7 +233,7 @@ class Request(NamedTuple):
       prompts=prompts.repeat(times)
       if isinstance(prompts, Prompts)
       else jnp.tile(prompts, (times, 1)),
-      seeds=None if seeds is None else jnp.tile(jnp.asarray(seeds), times),
+      seeds=None if seeds is None else np.tile(read(seeds), times),
     )
 
 

@@ -20,15 +20,15 @@ class StreamingLLM(HeadwiseMethod):
 
   Attributes:
     sinks: number of first tokens that are kept.
-    recent_frac: share of the budget that is reserved for the newest tokens.
     rerotate: renumber and rerotate tokens by their place in the cache, as the
       paper does; if not, they keep their positions in the text. In blocks and
       while decoding, every step rerotates all keys.
+    recent_frac: share of the budget that is reserved for the newest tokens.
   """
 
   sinks: int = 4
-  recent_frac: float = 0.0
   rerotate: bool = False
+  recent_frac: float = 0.0
 
   def __post_init__(self) -> None:
     super().__post_init__()

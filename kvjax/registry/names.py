@@ -108,7 +108,7 @@ def get_method(name: str) -> Method:
   Examples:
     >>> import kvjax
     >>> kvjax.get_method("streaming:sinks=8")
-    StreamingLLM(sinks=8, recent_frac=0.0, rerotate=False)
+    StreamingLLM(sinks=8, rerotate=False, recent_frac=0.0)
   """
   recipe = get_recipe(name)
   if recipe.allocation is not None:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from made_up_kernel import twice
 
 from kvjax.kernels.compiled.hlo import Module
 from kvjax.kernels.compiled.host_arrays import copied_from_host
@@ -208,22 +209,6 @@ AROUND = 2 * 256 * 2 + 2 * 128 * 2 + 5 * 256 * 4
 @pytest.fixture(scope="module")
 def module():
   return Module.of(HLO)
-
-
-def twice(x):
-  """A kernel that reads a row of blocks once and writes every block."""
-
-  def body(x_ref, out_ref):
-    out_ref[0] = x_ref[...] * 2
-
-  return pl.pallas_call(
-    body,
-    grid=(2, 4),
-    in_specs=[pl.BlockSpec((None, 8, 128), lambda i, j: (i, 0, 0))],
-    out_specs=pl.BlockSpec((1, 8, 128), lambda i, j: (i, j, 0)),
-    out_shape=jax.ShapeDtypeStruct((2, 32, 128), jnp.float32),
-    name="twice",
-  )(x)
 
 
 def test_a_program_is_read(module):

@@ -146,9 +146,8 @@ def test_an_allocation_that_is_named_can_be_saved(tmp_path):
   assert loaded.plan == plan
 
 
-@dataclasses.dataclass(frozen=True)
-class PatientH2O(H2O):
-  """Accumulates attention, but not in layer 0, which stays whole."""
+class Patient:
+  """Leaves layer 0 whole."""
 
   @property
   def traits(self):
@@ -158,14 +157,13 @@ class PatientH2O(H2O):
 
 
 @dataclasses.dataclass(frozen=True)
-class PatientSnapKV(SnapKV):
-  """Stores queries, but not in layer 0, which stays whole."""
+class PatientH2O(Patient, H2O):
+  """Accumulates attention."""
 
-  @property
-  def traits(self):
-    return dataclasses.replace(
-      super().traits, keeps_layers=(0,), even="it leaves layers whole"
-    )
+
+@dataclasses.dataclass(frozen=True)
+class PatientSnapKV(Patient, SnapKV):
+  """Stores queries."""
 
 
 @pytest.mark.parametrize("method", [PatientH2O(), PatientSnapKV(window=4)])
