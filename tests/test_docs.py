@@ -196,6 +196,12 @@ def test_commands_have_flags_of_their_own_program(page):
     assert {*flags_in(passed)} <= flags_of("evaluate"), passed
 
 
+def test_flags_are_those_of_a_program():
+  assert {"methods", "samples"} <= flags_of("compare") & flags_of("evaluate")
+  assert "data" in flags_of("evaluate") - flags_of("compare")
+  assert "slice" in flags_of("plan") - flags_of("evaluate")
+
+
 OF_EVERY_PROGRAM = {"help", "verbosity"}
 
 

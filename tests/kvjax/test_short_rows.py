@@ -1,14 +1,31 @@
 """Rows that are shorter than what a method never scores."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import kvjax
 from kvjax.cache.layers import LayerCache
+from kvjax.cache.observation import ObservationWindow
 from kvjax.methods import LayerBudget
+from kvjax.methods.heads import window_queries
 from kvjax.registry.names import get_recipe
 from kvjax.testing import TinyModel, layer_positions, random_activations
+
+
+def test_the_last_queries_are_the_end_of_a_longer_window():
+  seen = random_activations(4, [9, 5], 9)
+  stored = ObservationWindow.empty(seen, 6).append(seen)
+  cache = dataclasses.replace(LayerCache.of(seen), window=stored)
+  queries, positions = window_queries(cache, seen, 3)
+  assert positions.tolist() == [[6, 7, 8], [2, 3, 4]]
+  for row, last in enumerate((9, 5)):
+    np.testing.assert_array_equal(
+      queries[row], seen.queries[row, :, last - 3 : last]
+    )
 
 
 def test_queries_that_move_may_be_fewer_than_the_window():
