@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -141,8 +142,11 @@ class WindowLayer(Layer):
     ones overwrite.
     """
     del arrange
-    layer, options = self.at(index), activations.attention
     batch, length = activations.positions.shape
+    # The barrier makes XLA take the layer out of its stack once. Otherwise it
+    # copies the whole stack, to read the old ring while it writes the new one.
+    layer = jax.lax.optimization_barrier(self.at(index))
+    options = activations.attention
     kv_heads = activations.keys.shape[1]
     block_positions = jnp.broadcast_to(
       activations.positions[:, None], (batch, kv_heads, length)
@@ -165,4 +169,4 @@ class WindowLayer(Layer):
     partial = merge(ring, block)
     if activations.sinks is not None:
       partial = with_sinks(partial, activations.sinks)
-    return partial.output, self.append(activations, index)
+    return partial.output, self.put(index, layer, layer.append(activations))

@@ -10,10 +10,11 @@ import pytest
 import kvjax
 from kvjax.cache.cache import Cache
 from kvjax.cache.layers import LayerCache
+from kvjax.cache.window import WindowLayer
 from kvjax.engine import generate, prefill
 from kvjax.engine.decode import DecodingInputs
 from kvjax.methods import FullKV, KeyDiff
-from kvjax.model import Geometry
+from kvjax.model import Geometry, LayerSpec
 from kvjax.prompts import bucket, bucket_lengths
 from kvjax.struct import tree_bytes
 from kvjax.testing import TinyModel
@@ -76,20 +77,22 @@ def test_a_layers_full_cache_does_not_outlive_the_layer(monkeypatch):
   assert alive[-2] > max(alive[-1], layers * full_layer)
 
 
-def test_tokens_are_written_into_the_cache_that_is_given():
+@pytest.mark.parametrize("window", [None, 8192])
+def test_tokens_are_written_into_the_cache_that_is_given(window):
   """A turn's temporaries are a layer's, whatever the number of layers."""
   rows, slots, width = 2, 8192, 8
   numbers = functools.partial(jax.ShapeDtypeStruct, dtype="int32")
+  spec = LayerSpec(4, 2, 32, window=window)
 
   def compiled(layers):
-    """What a turn uses, and the bytes of the cache and of a layer's keys."""
-    model = TinyModel(Geometry.uniform(layers, 4, 2, 32, slots))
-    place = rows, model.geometry.layers[0].kv_heads, slots
+    """What a turn uses, and the bytes of a layer's keys."""
+    model = TinyModel(Geometry((spec,) * layers, 2 * slots))
+    place = rows, spec.kv_heads, slots
 
     def empty():
       values = jnp.zeros((*place, 32))
-      positions = jnp.full(place, -1, "int32")
-      layer = LayerCache(values, values, positions, jnp.int32(0))
+      parts = values, values, jnp.full(place, -1, "int32")
+      layer = WindowLayer(*parts) if window else LayerCache(*parts, jnp.int32(0))
       stack = jax.tree.map(lambda x: jnp.stack([x] * layers), layer)
       return Cache((stack,), jnp.zeros(rows, "int32"), order=(0,) * layers)
 
@@ -114,9 +117,9 @@ def test_tokens_are_written_into_the_cache_that_is_given():
 
   used, keys = compiled(4)
   # A chunk of a layer's keys and of its values, and the logits of the turn; no
-  # layer is copied.
+  # layer is copied. A ring is taken out of its stack whole.
   logits = rows * 4 * width * slots * 4
-  assert used < 0.9 * keys + logits
+  assert used < (2.9 if window else 0.9) * keys + logits
   more, _ = compiled(8)
   assert more - used < 0.01 * keys
 
