@@ -46,8 +46,8 @@ class H2O(ScoringMethod):
 
   @property
   def traits(self) -> Traits:
-    """It accumulates attention from block to block."""
-    return Traits(accumulates=True, weighs=True)
+    """Its scores are weights of attention."""
+    return Traits(weighs=True)
 
   def scores(
     self, layer: Int[Array, ""], cache: LayerCache, activations: Activations

@@ -27,7 +27,6 @@ class Traits:
       carries from block to block; 0 for none.
     protects: number of last tokens that are kept whatever the budget.
     sinks: number of first tokens that are kept besides these.
-    accumulates: whether the cache stores the attention each token receives.
     renumbers: whether kept tokens are renumbered by their place in the cache.
     stochastic: whether the selection depends on a seed.
     positional: whether the selection depends on positions alone.
@@ -50,7 +49,6 @@ class Traits:
   window: int = 0
   protects: int = 0
   sinks: int = 0
-  accumulates: bool = False
   renumbers: bool = False
   stochastic: bool = False
   positional: bool = False
@@ -93,7 +91,6 @@ class Traits:
       window=0,
       protects=0,
       sinks=0,
-      accumulates=False,
       score_range=None,
     )
 

@@ -497,7 +497,7 @@ class TestTraits:
       jnp.int32(LAYER),
       activations(0),
     )
-    assert (after.received is not None) == traits.accumulates
+    assert (after.received is not None) == ("h2o" in name)
     assert (after.window is not None) == bool(traits.window)
     if traits.window:
       assert after.window.positions.shape == (3, traits.window)
