@@ -44,7 +44,8 @@ def foresee(lm: Pretrained, works: Sequence[Work]) -> Foreseen:
     sizes = [one.shape.rows * one.shape.context for one in batches]
     pace = Pace.measure(
       lambda: work.measure_first(lm),
-      sizes,
+      len(work.batches[0].questions),
+      sum(sizes) / sizes[0],
       shapes=len({one.shape for one in batches}),
     )
   return Foreseen(len(contexts), sum(map(len, contexts)), measurements, pace)

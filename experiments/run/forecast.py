@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import rich.console
@@ -19,6 +19,8 @@ from kvjax.experiments.run.prompting import Shape
 from kvjax.models.pretrained import Pretrained
 
 _MINUTE = 60.0
+# Contexts whose answers are timed: those of a whole batch take minutes.
+_TIMED = 2
 
 
 class Cost(NamedTuple):
@@ -65,36 +67,43 @@ class Pace(NamedTuple):
   """How long batches take.
 
   Attributes:
-    first: seconds of the first batch, with compilation.
+    contexts: contexts of the batch that was measured.
+    first: seconds of this batch, with compilation.
     again: seconds of the same batch once more.
     total: estimated seconds of all batches.
   """
 
+  contexts: int
   first: float
   again: float
   total: float
 
   @classmethod
   def measure(
-    cls, run_first: Callable[[], None], sizes: Sequence[int], shapes: int
+    cls,
+    run: Callable[[], None],
+    contexts: int,
+    share: float,
+    shapes: int,
   ) -> "Pace":
-    """Runs the first batch twice.
+    """Runs a batch twice.
 
     Args:
-      run_first: runs it.
-      sizes: padded tokens of each batch, by which the others count.
-      shapes: number of their shapes, each of which compiles as the first does.
+      run: runs it.
+      contexts: its contexts.
+      share: padded tokens of all batches, over those of this one.
+      shapes: number of the shapes of batches, each of which compiles.
     """
-    first, again = _time(run_first), _time(run_first)
-    share = sum(sizes) / sizes[0] / multihost.sharing()
-    total = again * max(share, 1.0) + shapes * max(first - again, 0.0)
-    return cls(first, again, total)
+    first, again = _time(run), _time(run)
+    own = max(share / multihost.sharing(), 1.0)
+    total = again * own + shapes * max(first - again, 0.0)
+    return cls(contexts, first, again, total)
 
   def __str__(self) -> str:
     return (
-      f"A first batch took {self.first:.1f} s, and {self.again:.1f} s once it "
-      f"was compiled: expect up to {_duration(self.total)} for all on this "
-      "machine. Nothing was written."
+      f"{wording.count(self.contexts, 'context')} took {self.first:.1f} s, and "
+      f"{self.again:.1f} s once programs were compiled: expect up to "
+      f"{_duration(self.total)} for all on this machine. Nothing was written."
     )
 
 
@@ -122,19 +131,21 @@ class Forecast(NamedTuple):
 
 
 def forecast(lm: Pretrained, work: Work) -> Forecast:
-  """Counts what is left to do, and generates the answers of a batch twice."""
+  """Counts what is left to do, and answers questions to some contexts twice."""
   table, pace = _caches(lm, work), None
   if work.batches:
     shape, contexts = work.batches[0]
+    contexts = contexts[:_TIMED]
+    shape = shape._replace(rows=min(shape.rows, _TIMED))
     prompts = [context.prompts for context in contexts]
 
     def answer() -> None:
       for _ in replies(lm, work.candidates, prompts, shape, Seconds()):
         pass
 
-    sizes = list(map(_size, work.batches))
+    share = sum(map(_size, work.batches)) / _size((shape, contexts))
     shapes = len({shape for shape, _ in work.batches})
-    pace = Pace.measure(answer, sizes, shapes)
+    pace = Pace.measure(answer, len(contexts), share, shapes)
   return Forecast(cost_of(work), table, pace)
 
 

@@ -1,5 +1,7 @@
 """The prompt attention that the engine calls."""
 
+import functools
+
 import jax
 from jaxtyping import Array, Float, Int
 
@@ -12,6 +14,10 @@ from kvjax.kernels.dispatch import (
 )
 from kvjax.kernels.mesh_axes import CONTEXT
 from kvjax.kernels.prompt_attention.halves import attend_in_halves
+from kvjax.kernels.prompt_attention.neighbors import (
+  attend_with_neighbors,
+  tokens_before,
+)
 from kvjax.kernels.prompt_attention.xla import prompt_attention_xla
 
 # cuDNN has it from Ampere on: A100, L4, H100, B200.
@@ -32,7 +38,8 @@ def prompt_attention(
   Slot t is token t of its row. The contents of padding, NaN included, have no
   effect on tokens. The outputs of padding are unspecified. On a mesh with the
   axis "context", each device attends with a part of the queries to all keys,
-  which it receives from the others; see `halves`.
+  which it receives from the others; see `halves`. Of a window, it receives what
+  its own queries see; see `neighbors`.
 
   Args:
     queries: rotated queries; head j reads KV head j // (N / K).
@@ -77,8 +84,15 @@ def prompt_attention(
     )
 
   length, operands = queries.shape[2], (queries, keys, values, positions, sinks)
-  if CONTEXT not in jax.sharding.get_abstract_mesh().auto_axes:
+  mesh = jax.sharding.get_abstract_mesh()
+  if CONTEXT not in mesh.auto_axes:
     return attend(*operands)
-  spread = ("BNS", "BK", "BK", "B", "N")
-  attended: Array = on_mesh(attend_own, operands, spread, "BNS")
+  before = tokens_before(options.window, length, mesh.shape[CONTEXT])
+  if before is None:
+    program, keys_of = attend_own, "BK"
+  else:
+    program = functools.partial(attend_with_neighbors, attend, before)
+    keys_of = "BKS"
+  spread = ("BNS", keys_of, keys_of, "B", "N")
+  attended: Array = on_mesh(program, operands, spread, "BNS")
   return attended

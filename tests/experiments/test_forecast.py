@@ -1,5 +1,7 @@
 """What a run says of its cost, beside what it then does."""
 
+import dataclasses
+
 import pytest
 import rich.console
 
@@ -67,7 +69,24 @@ def test_a_forecast_is_what_the_run_does(tiny, results):
   nothing = forecast.forecast(tiny, left)
   assert nothing.cost == (0, 0, 0, 0, 0)
   assert shown(nothing).startswith("0 contexts of 0 tokens in all, 0 answ")
-  assert "batch" not in shown(nothing)
+  assert "expect" not in shown(nothing)
+
+
+def test_two_contexts_are_timed_however_many_a_batch_has(tiny, results):
+  contexts = {
+    Part("a", 64): [
+      dataclasses.replace(sample, context=f"{number} one two three")
+      for number, sample in enumerate(SAMPLES[Part("a", 64)])
+    ]
+  }
+  work = comparison.pending(tiny, CHOSEN, contexts, results, 4)
+  assert [shape.rows for shape, _ in work.batches] == [4]
+  found = forecast.forecast(tiny, work)
+  assert found.pace.contexts == 2
+  assert str(found.pace).startswith("2 contexts took ")
+  # Twice as many tokens, and the time to compile once.
+  once = max(found.pace.first - found.pace.again, 0.0)
+  assert found.pace.total == pytest.approx(2 * found.pace.again + once)
 
 
 @pytest.mark.parametrize(

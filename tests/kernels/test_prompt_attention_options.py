@@ -27,10 +27,11 @@ from plain_attention import (
 )
 
 from kvjax import kernels
+from kvjax.cache.sharding import parse_mesh
 from kvjax.kernels.attention import (
   AttentionOptions,
 )
-from kvjax.kernels.prompt_attention import prompt_attention, tpu
+from kvjax.kernels.prompt_attention import neighbors, prompt_attention, tpu
 
 
 @pytest.mark.usefixtures("small_chunks")
@@ -74,6 +75,30 @@ def test_every_device_of_a_mesh_has_the_sinks_of_its_heads():
   with on_tpu(), jax.set_mesh(mesh):
     actual = jax.jit(lambda *x: run(*x[:-1], sinks=x[-1]))(*operands, sinks)
   assert_prompts(actual, operands, options, sinks)
+
+
+@pytest.mark.parametrize("mesh", ["context:4", "context:2,model:2"])
+# Up to the devices before the last one, which have three quarters or a half.
+@pytest.mark.parametrize("window", [1, 2, 9, 60, 121, 130, 241, 361, 362, 500])
+def test_windows_see_tokens_of_the_devices_before(mesh, window):
+  operands, sinks = prompts(4, 2, 480, 8, 12, lengths=(480, 301)), sinks_of(4)
+  options = AttentionOptions(window=window)
+  run = functools.partial(prompt_attention, options=options, sinks=sinks)
+  with jax.set_mesh(parse_mesh(mesh)):
+    actual = jax.jit(run)(*operands)
+  assert_prompts(actual, operands, options, sinks)
+
+
+@pytest.mark.parametrize("window", [100, 257])
+def test_splash_attention_to_tokens_of_the_device_before(monkeypatch, window):
+  monkeypatch.setattr(tpu, "BLOCK", 128)
+  monkeypatch.setattr(neighbors, "BLOCK", 128)
+  operands = prompts(2, 1, 512, 64, 64, lengths=(512, 301))
+  options = AttentionOptions(window=window)
+  run = functools.partial(prompt_attention, options=options)
+  with on_tpu(), jax.set_mesh(parse_mesh("context:2")):
+    actual = jax.jit(run)(*operands)
+  assert_prompts(actual, operands, options)
 
 
 @pytest.mark.parametrize("longer", [1, 2])

@@ -157,9 +157,9 @@ def placed(shapes, shardings):
   )
 
 
-def compiled_layer(mesh, plan):
+def compiled_layer(mesh, plan, model=WIDE):
   """The forward pass and the scores of a layer of a long prompt, compiled."""
-  model, devices = WIDE, parse_mesh(mesh)
+  devices = parse_mesh(mesh)
   whole = NamedSharding(devices, PartitionSpec())
   spec = model.geometry.layers[0]
   how = (spec, frozenset(plan.activations))
@@ -224,6 +224,18 @@ def test_each_device_attends_with_its_queries_alone(monkeypatch):
   # Keys and values; queries and outputs of this device on their way.
   received = 2 * 4 * NUMBERS * 16 + 2 * 2 * halves
   assert sizes[0] - received < 0.3 * sizes[1]
+
+
+def test_devices_of_a_window_receive_what_it_sees_of_their_neighbors():
+  """Half of a device's tokens, and as many queries as on one device."""
+  window = LayerSpec(8, 4, 16, window=LONG // 8 + 1)
+  model = TinyModel(Geometry((window,) * 2, 8192))
+  forward, _ = compiled_layer("context:4", PLANS["keydiff"], model)
+  moved = collectives(Module.of(forward.as_text()))
+  assert {(each.opcode, each.largest) for each in moved} == {
+    ("collective-permute", 4 * NUMBERS * 16 // 8)
+  }
+  assert len(moved) == 2  # keys and values
 
 
 SCRIPT = """

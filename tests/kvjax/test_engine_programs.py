@@ -92,7 +92,9 @@ def test_tokens_are_written_into_the_cache_that_is_given(window):
     def empty():
       values = jnp.zeros((*place, 32))
       parts = values, values, jnp.full(place, -1, "int32")
-      layer = WindowLayer(*parts) if window else LayerCache(*parts, jnp.int32(0))
+      layer = (
+        WindowLayer(*parts) if window else LayerCache(*parts, jnp.int32(0))
+      )
       stack = jax.tree.map(lambda x: jnp.stack([x] * layers), layer)
       return Cache((stack,), jnp.zeros(rows, "int32"), order=(0,) * layers)
 
