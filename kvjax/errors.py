@@ -1,5 +1,8 @@
 """Errors and warnings about a user's input."""
 
+import contextlib
+from collections.abc import Iterator
+
 
 class InputError(ValueError):
   """An error in what the caller passed.
@@ -23,3 +26,22 @@ class InputWarning(UserWarning):
 
   Its message is one sentence. The command line prints it and continues.
   """
+
+
+@contextlib.contextmanager
+def blamed_on(method: object) -> Iterator[None]:
+  """Adds a note that names the method to errors that are no `InputError`.
+
+  Args:
+    method: the method, which may be a stranger's.
+  """
+  try:
+    yield
+  except InputError:
+    raise
+  except Exception as error:
+    error.add_note(
+      f"This error comes from the method {type(method).__name__}. "
+      "kvjax.testing.check_method says what a method must do."
+    )
+    raise

@@ -107,7 +107,7 @@ class Mean:
 
 
 def grouped(rows: Iterable[Row]) -> dict[Name, list[Row]]:
-  """Groups rows by method and budget, the full cache first.
+  """Groups rows by method and budget: the full cache, then large budgets first.
 
   Copies of the full cache's rows under the names of methods at a retention of 1
   are left out.
@@ -118,7 +118,13 @@ def grouped(rows: Iterable[Row]) -> dict[Name, list[Row]]:
   for row in rows:
     if row["method"] == FULL or row["options"] not in full:
       groups.setdefault((row["method"], row["budget"]), []).append(row)
-  return dict(sorted(groups.items(), key=lambda item: item[0][0] != FULL))
+  places = list(dict.fromkeys(method for method, _ in groups))
+
+  def place(name: Name) -> tuple[bool, int, float]:
+    kept = statistics.fmean(row["retention"] for row in groups[name])
+    return name[0] != FULL, places.index(name[0]), -kept
+
+  return {name: groups[name] for name in sorted(groups, key=place)}
 
 
 def means(rows: Iterable[Row], answers: Iterable[Answer] = ()) -> list[Mean]:

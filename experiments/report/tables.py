@@ -105,8 +105,7 @@ def grid(summary_means: Sequence[Mean], title: str) -> Table:
   """Builds a table with a line per method, ranked, and a column per budget.
 
   Args:
-    summary_means: the cells, in the order of the columns; a score has the
-      longer half of its interval.
+    summary_means: the cells; a score has the longer half of its interval.
     title: title of the table.
   """
   cells: dict[str, dict[str, str]] = {}
@@ -115,7 +114,12 @@ def grid(summary_means: Sequence[Mean], title: str) -> Table:
     reached = f" at {wording.share(mean.retention)}" if mean.automatic else ""
     score = wording.with_uncertainty(mean.score, mean.interval)
     row[wording.budget(*mean.name)] = score + reached
-  names = list(dict.fromkeys(wording.budget(*m.name) for m in summary_means))
+  # Each method may have budgets of its own.
+  by_size = sorted(
+    summary_means,
+    key=lambda mean: (mean.automatic, mean.automatic or -mean.retention),
+  )
+  names = list(dict.fromkeys(wording.budget(*mean.name) for mean in by_size))
   lines = [
     [method, *(row.get(name, "") for name in names)]
     for method, row in cells.items()

@@ -30,6 +30,7 @@ from kvjax.engine.rerotation import (
   close_gaps,
   rerotate,
 )
+from kvjax.errors import blamed_on
 from kvjax.methods.base import Method
 from kvjax.methods.think import keep_channels
 from kvjax.model import LayerSpec, Model
@@ -116,7 +117,9 @@ def evaluate_layer(
     if evaluation.observer == method:
       cache = after
     if scored:
-      scores = evaluation.allocation.evaluate(method, layer, cache, activations)
+      evaluate = evaluation.allocation.evaluate
+      with blamed_on(method):
+        scores = evaluate(method, layer, cache, activations)
   # Heads select from all of their tokens.
   scores, received = gather_tokens((scores, after.received))
   return Evaluated(scores, received, after.window)
@@ -142,7 +145,8 @@ def select_layer(
   if evaluation.observer == evaluation.method:
     cache = _remember(cache, evaluated)
   allocation, method = evaluation.allocation, evaluation.method
-  return allocation.select(method, evaluated.scores, cache, budget)
+  with blamed_on(method):
+    return allocation.select(method, evaluated.scores, cache, budget)
 
 
 @functools.partial(jax.jit, static_argnames=("evaluation",))

@@ -280,7 +280,7 @@ def _check_choice(subject: Subject) -> None:
     require(
       choose(spoiled) == kept,
       f"What empty slots and padding hold must not change what {name} keeps; "
-      "it does: mask by cache.valid and by positions.",
+      "it does: mask what is not valid, and score by positions.",
     )
     require(
       not subject.traits.positional or choose(other) == kept,

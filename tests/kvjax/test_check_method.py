@@ -461,3 +461,29 @@ def test_blocks_refuse_a_wider_window_than_is_declared():
     InputError, match=r"must declare them as Traits\(window=4"
   ):
     kvjax.prefill(model, model.init(), prompts, plan)
+
+
+@dataclasses.dataclass(frozen=True)
+class Misspelled(Norm):
+  def score_head(self, head):
+    return jnp.sum(head.value, axis=-1)
+
+
+@dataclasses.dataclass(frozen=True)
+class OneScore(Norm):
+  def score_head(self, head):
+    return jnp.sum(head.values)
+
+
+@pytest.mark.parametrize("method", [Misspelled(), OneScore()])
+def test_an_error_in_a_prefill_names_the_method_that_it_comes_from(method):
+  model = TinyModel()
+  with pytest.raises(Exception) as caught:  # noqa: PT011
+    kvjax.prefill(
+      model,
+      model.init(),
+      kvjax.Prompts.of([[1, 2, 3, 4]]),
+      kvjax.Plan(method, kvjax.Tokens(2)),
+    )
+  assert f"from the method {type(method).__name__}" in caught.value.__notes__[0]
+  assert "check_method" in caught.value.__notes__[0]

@@ -9,6 +9,7 @@ import rich.console
 from kvjax.experiments.report import (
   compared,
   formats,
+  means,
   rows,
   run_tables,
   score_plots,
@@ -280,3 +281,23 @@ def test_the_mean_retention_reached_is_told(answer, record):
   axes = score_plots.score_vs_retention(found).axes[0]
   ticks = [label.get_text() for label in axes.get_xticklabels()]
   assert set(ticks) == {"50 %", "100 %"}
+
+
+def test_budgets_are_in_the_order_of_their_size(answer, record):
+  """Whenever they were run, and whichever methods have them."""
+  budgets = {"keydiff": ("0.1", "0.5"), "compactor": ("0.25", "0.5")}
+  answers = [answer("full")] + [
+    answer(method, budget, retention=float(budget))
+    for method, own in budgets.items()
+    for budget in own
+  ]
+  found = record(answers)
+  table = titled(found, "score, niah_single_1")
+  assert table.header == ["method", "100 %", "50 %", "25 %", "10 %"]
+  names = [mean.name for mean in means.means(found.summary["rows"])]
+  assert names[1:] == [
+    ("keydiff", "0.5"),
+    ("keydiff", "0.1"),
+    ("compactor", "0.5"),
+    ("compactor", "0.25"),
+  ]
