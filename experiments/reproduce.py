@@ -13,7 +13,7 @@ do not compare the numbers. Orders of methods are shown as far as the samples
 decide them.
 
 --dry_run says what the experiments would cost: contexts, tokens, bytes, and
-minutes from a small batch. With the bundled model, an experiment takes 1 to 15
+minutes from two contexts. With the bundled model, an experiment takes 1 to 15
 minutes on two cores; the list has those of each.
 
 The output is results/papers/ID/MODEL/paper.md and paper.json, and a folder with

@@ -30,18 +30,19 @@ class InputWarning(UserWarning):
 
 @contextlib.contextmanager
 def blamed_on(method: object) -> Iterator[None]:
-  """Adds a note that names the method to errors that are no `InputError`.
+  """Adds a note that names the method to errors that are not expected.
 
   Args:
     method: the method, which may be a stranger's.
   """
   try:
     yield
-  except InputError:
+  # Kernels decline by NotImplementedError.
+  except (InputError, NotImplementedError):
     raise
   except Exception as error:
     error.add_note(
-      f"This error comes from the method {type(method).__name__}. "
+      f"This happened while {type(method).__name__} chose tokens. "
       "kvjax.testing.check_method says what a method must do."
     )
     raise

@@ -45,7 +45,7 @@ def foresee(lm: Pretrained, works: Sequence[Work]) -> Foreseen:
     pace = Pace.measure(
       lambda: work.measure_first(lm),
       len(work.batches[0].questions),
-      sum(sizes) / sizes[0],
+      share=sum(sizes) / sizes[0],
       shapes=len({one.shape for one in batches}),
     )
   return Foreseen(len(contexts), sum(map(len, contexts)), measurements, pace)

@@ -5,6 +5,6 @@ from absl import flags
 DRY_RUN = flags.DEFINE_bool(
   "dry_run",
   False,
-  "Say what the run would cost in tokens, bytes and, from a small batch, "
+  "Say what the run would cost in tokens, bytes and, from a few contexts, "
   "minutes; write nothing.",
 )

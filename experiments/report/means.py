@@ -121,7 +121,7 @@ def grouped(rows: Iterable[Row]) -> dict[Name, list[Row]]:
   places = list(dict.fromkeys(method for method, _ in groups))
 
   def place(name: Name) -> tuple[bool, int, float]:
-    kept = statistics.fmean(row["retention"] for row in groups[name])
+    kept = mean_of(groups[name], lambda row: row["retention"])
     return name[0] != FULL, places.index(name[0]), -kept
 
   return {name: groups[name] for name in sorted(groups, key=place)}

@@ -114,10 +114,13 @@ def grid(summary_means: Sequence[Mean], title: str) -> Table:
     reached = f" at {wording.share(mean.retention)}" if mean.automatic else ""
     score = wording.with_uncertainty(mean.score, mean.interval)
     row[wording.budget(*mean.name)] = score + reached
-  # Each method may have budgets of its own.
+  # Methods may have budgets of their own; automatic ones stay as they are.
   by_size = sorted(
     summary_means,
-    key=lambda mean: (mean.automatic, mean.automatic or -mean.retention),
+    key=lambda mean: (
+      mean.automatic,
+      0.0 if mean.automatic else -mean.retention,
+    ),
   )
   names = list(dict.fromkeys(wording.budget(*mean.name) for mean in by_size))
   lines = [

@@ -19,7 +19,8 @@ from kvjax.experiments.run.prompting import Shape
 from kvjax.models.pretrained import Pretrained
 
 _MINUTE = 60.0
-# Contexts whose answers are timed: those of a whole batch take minutes.
+# Contexts that are timed: a whole batch of them may take minutes. Each takes
+# less time in a larger batch, so what is expected is an upper bound.
 _TIMED = 2
 
 
@@ -145,7 +146,7 @@ def forecast(lm: Pretrained, work: Work) -> Forecast:
 
     share = sum(map(_size, work.batches)) / _size((shape, contexts))
     shapes = len({shape for shape, _ in work.batches})
-    pace = Pace.measure(answer, len(contexts), share, shapes)
+    pace = Pace.measure(answer, len(contexts), share=share, shapes=shapes)
   return Forecast(cost_of(work), table, pace)
 
 

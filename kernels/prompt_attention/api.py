@@ -38,8 +38,8 @@ def prompt_attention(
   Slot t is token t of its row. The contents of padding, NaN included, have no
   effect on tokens. The outputs of padding are unspecified. On a mesh with the
   axis "context", each device attends with a part of the queries to all keys,
-  which it receives from the others; see `halves`. Of a window, it receives what
-  its own queries see; see `neighbors`.
+  which it receives from the others; see `halves`. In a layer with a window, it
+  receives the tokens before its own that the window reaches; see `neighbors`.
 
   Args:
     queries: rotated queries; head j reads KV head j // (N / K).

@@ -1,7 +1,7 @@
-"""Gives windows the keys that they see of the devices before.
+"""Sends the devices of the axis "context" the earlier keys that windows see.
 
-Along the axis "context", a query of a layer with a window W sees tokens of its
-own device and the last W - 1 of those before, and no others.
+A query of a layer with a window W sees tokens of its own device and the last
+W - 1 of those before, and no others.
 """
 
 import math
@@ -13,8 +13,8 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.kernels.mesh_axes import CONTEXT
 
-# Devices receive a multiple of so many tokens, or of fewer that divide their
-# own, so that the blocks of kernels begin where a device's queries do.
+# A device receives whole blocks of so many tokens or, if its own are fewer, of
+# as many as these: the kernel for TPUs needs to begin with a block of queries.
 BLOCK = 512
 
 
@@ -27,22 +27,24 @@ def tokens_before(window: int | None, length: int, devices: int) -> int | None:
     devices: number of devices that share them out.
 
   Returns:
-    The number; None if a window needs the tokens of all devices, or if these
-    do not divide the prompts.
+    The number. None if all devices should receive everything: without a window,
+    and if it reaches back over more than half of the prompts, where the last
+    device would have much more work than the first; also if the devices do not
+    divide the prompts.
 
   Examples:
     >>> from kvjax.kernels.prompt_attention.neighbors import tokens_before
-    >>> tokens_before(513, 32768, 8), tokens_before(700, 3072, 8)
+    >>> tokens_before(513, 32768, 8), tokens_before(512, 3072, 8)
     (512, 768)
     >>> tokens_before(4096, 4096, 4) is None
     True
   """
   own, rest = divmod(length, devices)
-  if window is None or rest:
+  if window is None or rest or devices == 1:
     return None
-  block = math.gcd(own, BLOCK)
+  block = own if own <= BLOCK else math.gcd(own, BLOCK)
   before = -(-(window - 1) // block) * block
-  return before if before <= (devices - 1) * own else None
+  return before if 2 * before <= length else None
 
 
 def attend_with_neighbors(
@@ -58,6 +60,8 @@ def attend_with_neighbors(
 
   Args:
     attend: attention to consecutive tokens; `start` is the first with a query.
+      Those after the last query are zeros with the positions of later tokens,
+      which the causal mask hides.
     before: number of tokens to receive; see `tokens_before`.
     queries: this device's queries, inside `jax.shard_map`.
     keys: this device's keys.
@@ -71,7 +75,7 @@ def attend_with_neighbors(
   first = jax.lax.axis_index(CONTEXT) * own - start
 
   def receive(x: Float[Array, "B K Q D"]) -> Float[Array, "B K T D"]:
-    # Zeros that no device sent go to the end, which no query sees.
+    # Where no device sent tokens, there are zeros: move them to the end.
     return jnp.roll(_with_tokens_before(x, before), start - before, axis=2)
 
   return attend(

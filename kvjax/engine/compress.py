@@ -112,7 +112,8 @@ def evaluate_layer(
   method, scores, after = evaluation.method, None, cache
   with jax.default_matmul_precision("highest"):
     if evaluation.observer is not None:
-      after = evaluation.observer.observe(layer, cache, activations)
+      with blamed_on(evaluation.observer):
+        after = evaluation.observer.observe(layer, cache, activations)
     # The method scores what it remembers, such as the attention received.
     if evaluation.observer == method:
       cache = after
@@ -337,9 +338,10 @@ def evict_layer(
   Returns:
     A cache of the same capacity, with its tokens in the first slots.
   """
-  with jax.default_matmul_precision("highest"):
-    scores = plan.method.evaluate(layer, cache, activations)
-  slots = plan.spread.select(plan.method, scores, cache, budget)
+  with blamed_on(plan.method):
+    with jax.default_matmul_precision("highest"):
+      scores = plan.method.evaluate(layer, cache, activations)
+    slots = plan.spread.select(plan.method, scores, cache, budget)
   kept = cache.take(slots[..., : budget.capacity])
   # The loops of prefill and decoding carry layers of one shape.
   return kept.grow(cache.capacity - kept.capacity)

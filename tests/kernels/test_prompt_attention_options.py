@@ -1,6 +1,7 @@
 """Options of the attention of whole prompts, against loops in float64."""
 
 import functools
+import math
 import re
 
 import jax
@@ -77,11 +78,20 @@ def test_every_device_of_a_mesh_has_the_sinks_of_its_heads():
   assert_prompts(actual, operands, options, sinks)
 
 
-@pytest.mark.parametrize("mesh", ["context:4", "context:2,model:2"])
-# Up to the devices before the last one, which have three quarters or a half.
-@pytest.mark.parametrize("window", [1, 2, 9, 60, 121, 130, 241, 361, 362, 500])
-def test_windows_see_tokens_of_the_devices_before(mesh, window):
-  operands, sinks = prompts(4, 2, 480, 8, 12, lengths=(480, 301)), sinks_of(4)
+@pytest.mark.parametrize(
+  ("mesh", "length", "window"),
+  [
+    # 121 is the window that reaches over half of 240 tokens; wider ones see
+    # what all devices have.
+    *(("context:4", 240, window) for window in (1, 2, 60, 61, 62, 121, 122)),
+    ("context:4", 220, 57),
+    ("context:2,model:2", 240, 30),
+    ("data:2,context:2", 240, 121),
+  ],
+)
+def test_windows_see_tokens_of_the_devices_before(mesh, window, length):
+  lengths = (length, 151)
+  operands, sinks = prompts(4, 2, length, 8, 12, lengths=lengths), sinks_of(4)
   options = AttentionOptions(window=window)
   run = functools.partial(prompt_attention, options=options, sinks=sinks)
   with jax.set_mesh(parse_mesh(mesh)):
@@ -89,14 +99,44 @@ def test_windows_see_tokens_of_the_devices_before(mesh, window):
   assert_prompts(actual, operands, options, sinks)
 
 
-@pytest.mark.parametrize("window", [100, 257])
-def test_splash_attention_to_tokens_of_the_device_before(monkeypatch, window):
-  monkeypatch.setattr(tpu, "BLOCK", 128)
-  monkeypatch.setattr(neighbors, "BLOCK", 128)
-  operands = prompts(2, 1, 512, 64, 64, lengths=(512, 301))
+@pytest.mark.parametrize(
+  ("mesh", "length", "block", "window"),
+  [
+    ("context:2", 512, 128, 100),
+    ("context:4", 1024, 128, 300),
+    ("context:4", 1536, 512, 512),
+  ],
+)
+def test_splash_attention_to_tokens_of_the_devices_before(
+  monkeypatch, mesh, length, block, window
+):
+  monkeypatch.setattr(tpu, "BLOCK", block)
+  monkeypatch.setattr(neighbors, "BLOCK", block)
+  operands = prompts(1, 1, length, 64, 64, lengths=(length,))
   options = AttentionOptions(window=window)
+  run = functools.partial(prompt_attention, options=options, sinks=sinks_of(1))
+  with on_tpu(), jax.set_mesh(parse_mesh(mesh)):
+    actual = jax.jit(run)(*operands)
+  assert_prompts(actual, operands, options, sinks_of(1))
+
+
+@pytest.mark.parametrize("own", range(128, 1408, 128))
+def test_what_devices_receive_are_blocks_of_the_kernel(own):
+  for window in (2, 128, 129, 512, 513, 1024):
+    before = neighbors.tokens_before(window, 16 * own, 16)
+    assert window - 1 <= before < window - 1 + neighbors.BLOCK
+    # As `tpu.py` has it.
+    assert before % math.gcd(own, min(tpu.BLOCK, own)) == 0
+
+
+def test_one_device_of_the_axis_attends_alone():
+  mesh = jax.make_mesh(
+    (1, 1, 1), ("data", "context", "model"), (AxisType.Auto,) * 3
+  )
+  operands = prompts(2, 1, 40, 8, 8, lengths=(40, 20))
+  options = AttentionOptions(window=1)
   run = functools.partial(prompt_attention, options=options)
-  with on_tpu(), jax.set_mesh(parse_mesh("context:2")):
+  with jax.set_mesh(mesh):
     actual = jax.jit(run)(*operands)
   assert_prompts(actual, operands, options)
 

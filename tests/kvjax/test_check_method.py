@@ -475,15 +475,20 @@ class OneScore(Norm):
     return jnp.sum(head.values)
 
 
+@pytest.mark.parametrize("block", [None, 2])
 @pytest.mark.parametrize("method", [Misspelled(), OneScore()])
-def test_an_error_in_a_prefill_names_the_method_that_it_comes_from(method):
+def test_an_error_in_a_prefill_names_the_method_that_it_comes_from(
+  method, block
+):
   model = TinyModel()
   with pytest.raises(Exception) as caught:  # noqa: PT011
     kvjax.prefill(
       model,
       model.init(),
       kvjax.Prompts.of([[1, 2, 3, 4]]),
-      kvjax.Plan(method, kvjax.Tokens(2)),
+      kvjax.Plan(method, kvjax.Tokens(2), kvjax.Schedule(block=block)),
     )
-  assert f"from the method {type(method).__name__}" in caught.value.__notes__[0]
+  assert (
+    f"while {type(method).__name__} chose tokens" in caught.value.__notes__[0]
+  )
   assert "check_method" in caught.value.__notes__[0]
