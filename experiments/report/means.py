@@ -88,7 +88,7 @@ class Mean:
   @property
   def automatic(self) -> bool:
     """Whether each context had its own retention."""
-    return self.budget.startswith((AUTO, _THRESHOLD))
+    return _is_automatic(self.budget)
 
   @property
   def threshold(self) -> float | None:
@@ -106,9 +106,14 @@ class Mean:
     return max(0.0, 1 - evictable(vars(self)) / self.context_tokens)
 
 
+def _is_automatic(budget: str) -> bool:
+  return budget.startswith((AUTO, _THRESHOLD))
+
+
 def grouped(rows: Iterable[Row]) -> dict[Name, list[Row]]:
   """Groups rows by method and budget: the full cache, then large budgets first.
 
+  Automatic budgets follow the others, as they are.
   Copies of the full cache's rows under the names of methods at a retention of 1
   are left out.
   """
@@ -120,9 +125,11 @@ def grouped(rows: Iterable[Row]) -> dict[Name, list[Row]]:
       groups.setdefault((row["method"], row["budget"]), []).append(row)
   places = list(dict.fromkeys(method for method, _ in groups))
 
-  def place(name: Name) -> tuple[bool, int, float]:
+  def place(name: Name) -> tuple[bool, int, bool, float]:
+    automatic = _is_automatic(name[1])
     kept = mean_of(groups[name], lambda row: row["retention"])
-    return name[0] != FULL, places.index(name[0]), -kept
+    order = 0.0 if automatic else -kept
+    return name[0] != FULL, places.index(name[0]), automatic, order
 
   return {name: groups[name] for name in sorted(groups, key=place)}
 
