@@ -12,11 +12,10 @@ from kvjax.errors import InputError
 from kvjax.methods import HeadwiseMethod, Method, ScoringMethod, Traits
 from kvjax.methods.heads import window_mass
 from kvjax.registry.registry import METHODS, RETRIEVALS
-from kvjax.retrieval import Flat, Retrieval, Selection
+from kvjax.retrieval import Flat, Retrieval
 from kvjax.testing import (
   TinyModel,
   check_method,
-  check_retrieval,
   checks,
   kept_positions,
 )
@@ -309,69 +308,6 @@ def test_an_allocation_counts_the_layers_without_windows(registry):
     check_whole_prompts(Subject(FallingNorm(every=True)))
 
 
-@dataclasses.dataclass(frozen=True)
-class Reading(Flat):
-  local: int = 8
-
-  def retrieve(self, index, queries, store, reads):
-    found, news = super().retrieve(index, queries, store, reads)
-    return Selection(self.changed(found.slots, store)), news
-
-
-class BeyondTheStore(Reading):
-  def changed(self, slots, store):
-    return jnp.where(slots >= 0, slots + store.valid.shape[0], -1)
-
-
-class Twice(Reading):
-  def changed(self, slots, store):
-    return jnp.broadcast_to(slots[:, :1], slots.shape)
-
-
-class EmptyReads(Reading):
-  def changed(self, slots, store):
-    return jnp.where(slots >= 0, slots * 0 + store.valid.shape[0] - 1, -1)[
-      :, :1
-    ]
-
-
-@dataclasses.dataclass(frozen=True)
-class Growing(Reading):
-  def index(self, prompt, reads):
-    return jnp.zeros((1,))
-
-  def retrieve(self, index, queries, store, reads):
-    return Flat.retrieve(self, None, queries, store, reads)
-
-  def update_index(self, index, update, real):
-    return jnp.concatenate([index, index])
-
-
-NOT_RETRIEVING = {
-  "out of range": (BeyondTheStore(), "retrieves slot .* that are stored"),
-  "twice": (Twice(), "once in a list"),
-  "empty": (EmptyReads(), "holds no token"),
-  "grows": (Growing(), "same shapes"),
-  "dense": (
-    Reading(dense_layers=tuple(range(64))),
-    "leave one to retrieve from",
-  ),
-}
-
-
-@pytest.mark.parametrize("case", NOT_RETRIEVING)
-def test_a_retrieval_that_breaks_its_word_is_told_so_in_a_sentence(case):
-  retrieval, message = NOT_RETRIEVING[case]
-  with pytest.raises(kvjax.InputError, match=message) as caught:
-    check_retrieval(retrieval)
-  assert "\n" not in str(caught.value)
-
-
-@pytest.mark.slow
-def test_a_retrieval_of_ours_passes():
-  check_retrieval(kvjax.get_retrieval("quest"))
-
-
 def test_one_is_not_the_other():
   """In the tests annotations refuse it first."""
   with pytest.raises(kvjax.InputError, match=r"kvjax.methods.Method; Flat"):
@@ -461,34 +397,3 @@ def test_blocks_refuse_a_wider_window_than_is_declared():
     InputError, match=r"must declare them as Traits\(window=4"
   ):
     kvjax.prefill(model, model.init(), prompts, plan)
-
-
-@dataclasses.dataclass(frozen=True)
-class Misspelled(Norm):
-  def score_head(self, head):
-    return jnp.sum(head.value, axis=-1)
-
-
-@dataclasses.dataclass(frozen=True)
-class OneScore(Norm):
-  def score_head(self, head):
-    return jnp.sum(head.values)
-
-
-@pytest.mark.parametrize("block", [None, 2])
-@pytest.mark.parametrize("method", [Misspelled(), OneScore()])
-def test_an_error_in_a_prefill_names_the_method_that_it_comes_from(
-  method, block
-):
-  model = TinyModel()
-  with pytest.raises(Exception) as caught:  # noqa: PT011
-    kvjax.prefill(
-      model,
-      model.init(),
-      kvjax.Prompts.of([[1, 2, 3, 4]]),
-      kvjax.Plan(method, kvjax.Tokens(2), kvjax.Schedule(block=block)),
-    )
-  assert (
-    f"while {type(method).__name__} chose tokens" in caught.value.__notes__[0]
-  )
-  assert "check_method" in caught.value.__notes__[0]

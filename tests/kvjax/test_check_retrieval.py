@@ -1,0 +1,73 @@
+"""The contract of retrieval methods finds what it is to find, and says it."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import pytest
+
+import kvjax
+from kvjax.retrieval import Flat, Selection
+from kvjax.testing import check_retrieval
+
+
+@dataclasses.dataclass(frozen=True)
+class Reading(Flat):
+  local: int = 8
+
+  def retrieve(self, index, queries, store, reads):
+    found, news = super().retrieve(index, queries, store, reads)
+    return Selection(self.changed(found.slots, store)), news
+
+
+class BeyondTheStore(Reading):
+  def changed(self, slots, store):
+    return jnp.where(slots >= 0, slots + store.valid.shape[0], -1)
+
+
+class Twice(Reading):
+  def changed(self, slots, store):
+    return jnp.broadcast_to(slots[:, :1], slots.shape)
+
+
+class EmptyReads(Reading):
+  def changed(self, slots, store):
+    return jnp.where(slots >= 0, slots * 0 + store.valid.shape[0] - 1, -1)[
+      :, :1
+    ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Growing(Reading):
+  def index(self, prompt, reads):
+    return jnp.zeros((1,))
+
+  def retrieve(self, index, queries, store, reads):
+    return Flat.retrieve(self, None, queries, store, reads)
+
+  def update_index(self, index, update, real):
+    return jnp.concatenate([index, index])
+
+
+NOT_RETRIEVING = {
+  "out of range": (BeyondTheStore(), "retrieves slot .* that are stored"),
+  "twice": (Twice(), "once in a list"),
+  "empty": (EmptyReads(), "holds no token"),
+  "grows": (Growing(), "same shapes"),
+  "dense": (
+    Reading(dense_layers=tuple(range(64))),
+    "leave one to retrieve from",
+  ),
+}
+
+
+@pytest.mark.parametrize("case", NOT_RETRIEVING)
+def test_a_retrieval_that_breaks_its_word_is_told_so_in_a_sentence(case):
+  retrieval, message = NOT_RETRIEVING[case]
+  with pytest.raises(kvjax.InputError, match=message) as caught:
+    check_retrieval(retrieval)
+  assert "\n" not in str(caught.value)
+
+
+@pytest.mark.slow
+def test_a_retrieval_of_ours_passes():
+  check_retrieval(kvjax.get_retrieval("quest"))
