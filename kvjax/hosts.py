@@ -7,8 +7,13 @@ the arrays. What a host decides by must be whole on all of them.
 from typing import Any
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import PyTree
+
+# Bytes of the longest name of a file.
+_NAME = 255
 
 
 def spanned() -> bool:
@@ -53,6 +58,24 @@ def read(tree: PyTree) -> Any:
     {'counts': array([1., 1.], dtype=float32)}
   """
   return jax.device_get(jax.tree.map(_whole, tree))
+
+
+def of_first(name: str) -> str:
+  """Returns the first host's name of a file; all hosts must call this.
+
+  Args:
+    name: of at most 255 bytes; what other hosts pass does not matter.
+
+  Examples:
+    >>> from kvjax.hosts import of_first
+    >>> of_first("arrays")
+    'arrays'
+  """
+  if jax.process_count() == 1:
+    return name
+  padded = np.frombuffer(name.encode().ljust(_NAME, b"\0"), np.uint8)
+  received = np.asarray(multihost_utils.broadcast_one_to_all(padded))
+  return received.tobytes().rstrip(b"\0").decode()
 
 
 def _whole(leaf: Any) -> Any:

@@ -6,6 +6,7 @@ stacked in it as they are in memory.
 """
 
 import contextlib
+import os
 import pathlib
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -16,7 +17,7 @@ from absl import logging
 from flax import nnx
 from jaxtyping import PyTree
 
-from kvjax import files
+from kvjax import files, hosts
 from kvjax.errors import InputError
 from kvjax.models.tensor_files import CHECKPOINT
 from kvjax.models.weights import is_finite
@@ -27,27 +28,30 @@ _SOURCE_DTYPES = ("float32", "float16", "bfloat16")
 def write_checkpoint(params: nnx.State, directory: pathlib.Path) -> None:
   """Writes weights to the folder `CHECKPOINT` of a directory.
 
+  Of a program on several hosts, all call it with the same directory. Each
+  writes its devices' parts of weights that are spread over them; of weights
+  that each host has for itself, the first host writes its own.
+
   Args:
     params: the decoder's state, sharded in any way; dtypes are kept.
-    directory: an existing directory without that folder.
+    directory: an existing directory without that folder, which all hosts see.
 
   Raises:
-    InputError: the program runs on several hosts.
     OSError: the checkpoint cannot be written.
   """
-  if jax.process_count() > 1:
-    raise InputError(
-      "A checkpoint of orbax is saved by a program on one host, and this one "
-      f"runs on {jax.process_count()}; save the model there."
-    )
+  if jax.process_count() > 1 and not hosts.spread(params):
+    # Orbax takes arrays of a host's own devices from one host only in NumPy.
+    params = jax.device_get(params)
   ocp = _orbax()
+  # All hosts must name the same path, and tempfile leaves out any "..".
+  path = os.path.abspath(directory / CHECKPOINT)
   context = ocp.Context()
   # Devices with equal parts would share the writing, each by a program of its
   # own for every parameter, which takes minutes to compile.
   context.array.saving.use_replica_parallel = False
   try:
     with without_log(), context:
-      ocp.save(directory.absolute() / CHECKPOINT, nnx.to_pure_dict(params))
+      ocp.save(path, nnx.to_pure_dict(params))
   except ValueError as error:  # Of tensorstore, if a disk is full.
     raise OSError(files.reason(error)) from error
 

@@ -15,7 +15,7 @@ from flax import nnx
 from kvjax import files
 from kvjax.engine.sampling import GREEDY, Sampling
 from kvjax.errors import InputError
-from kvjax.hosts import spread, writes
+from kvjax.hosts import of_first, spread
 from kvjax.models.chat import Chat, as_budget
 from kvjax.models.config import DecoderConfig
 from kvjax.models.decoder import Decoder
@@ -189,7 +189,9 @@ def save(
   these names, and old weights in any format, are replaced; other files stay.
 
   If weights are spread over several hosts, all of them must call it, and the
-  first one writes.
+  first one writes. In a program on several hosts, all must call it for a
+  checkpoint of orbax in any case, with a directory that they share: each writes
+  its parts of the weights, and the first one all else.
 
   Args:
     pretrained: the model; weights keep their dtype.
@@ -200,8 +202,7 @@ def save(
       weights; it can be loaded under any mesh.
 
   Raises:
-    InputError: a file cannot be written, there is no such format, or orbax is
-      asked to save a model of a program that runs on several hosts.
+    InputError: a file cannot be written, or there is no such format.
 
   Examples:
     >>> import tempfile
@@ -233,8 +234,9 @@ def _save(
   max_shard_bytes: int,
   format: str,
 ) -> None:
-  if format == "safetensors" and not writes(pretrained.params):
-    write_weights(pretrained.params, pretrained.config, None, max_shard_bytes)
+  together = spread(pretrained.params) or format == "orbax"
+  if together and jax.process_index() > 0:
+    _take_part(pretrained, directory, max_shard_bytes, format)
     return
   try:
     directory.mkdir(parents=True, exist_ok=True)
@@ -243,12 +245,13 @@ def _save(
       prefix=f"{directory.name}.", dir=directory.parent
     )
   except OSError:
-    if spread(pretrained.params):  # The other hosts wait for this one's parts.
-      write_weights(pretrained.params, pretrained.config, None, max_shard_bytes)
+    if together:  # The other hosts wait for this one.
+      _take_part(pretrained, directory, max_shard_bytes, format)
     raise
   with temporary as scratch:
     complete = pathlib.Path(scratch)
     if format == "orbax":
+      of_first(complete.name)
       write_checkpoint(pretrained.params, complete)
     else:
       write_weights(
@@ -272,6 +275,22 @@ def _save(
     new = {path.name for path in complete.iterdir()}
     for name in sorted(new, key=lambda name: name == _CONFIG):
       (complete / name).replace(directory / name)
+
+
+def _take_part(
+  pretrained: Pretrained,
+  directory: pathlib.Path,
+  max_shard_bytes: int,
+  format: str,
+) -> None:
+  """Does what all hosts must do for what the first one writes.
+
+  That one calls it if it cannot write: then nothing is written.
+  """
+  if format == "safetensors":
+    write_weights(pretrained.params, pretrained.config, None, max_shard_bytes)
+  elif scratch := of_first(""):
+    write_checkpoint(pretrained.params, directory.parent / scratch)
 
 
 def _remove(path: pathlib.Path) -> None:

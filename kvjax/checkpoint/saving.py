@@ -11,7 +11,9 @@ import zlib
 from collections.abc import Iterable
 from typing import Any
 
-from kvjax import files
+import jax
+
+from kvjax import files, hosts
 from kvjax.cache.cache import Cache
 from kvjax.checkpoint.trees import Arrays, describe, empty_arrays, restore
 from kvjax.errors import InputError
@@ -52,7 +54,8 @@ def save_cache(
   The arrays are written to new files first; then `cache.json`, which names
   them, is replaced. An interrupted save leaves the previous cache, or nothing
   that `load_cache` accepts. One process writes; arrays that are sharded over a
-  mesh are gathered on the host.
+  mesh are gathered on the host. If they are spread over several hosts, all of
+  them must call it, with a directory that they share.
 
   Args:
     cache: the cache to save.
@@ -63,8 +66,8 @@ def save_cache(
     overwrite: whether to replace a cache that is saved there.
 
   Raises:
-    InputError: the directory contains something else or cannot be written, or
-      the cache does not fit the model.
+    InputError: the directory contains something else or cannot be written, the
+      cache does not fit the model, or it is on one of several hosts alone.
 
   Examples:
     >>> import tempfile
@@ -90,34 +93,58 @@ def save_cache(
       f"The cache has {len(cache.order)} layers; it cannot be of a model "
       f"with {layers}."
     )
-  _check_free(directory, overwrite)
+  if jax.process_count() > 1 and not hosts.spread(cache):
+    raise InputError(
+      "Of a program on several hosts, only caches of a mesh of all their "
+      "devices can be saved; save this one in a program on one host."
+    )
   arrays: Arrays = {}
-  name = f"{_ARRAYS}{uuid.uuid4().hex[:12]}"
+  described = describe(cache, "cache", arrays)
+  name = _claim(directory, overwrite)
   description = {
     "layout": LAYOUT,
     "model": _identity(model, model_id),
     "made_by": made_by,
     "arrays": name,
-    "cache": describe(cache, "cache", arrays),
+    "cache": described,
   }
+  first = jax.process_index() == 0
   try:
-    directory.mkdir(parents=True, exist_ok=True)
     # Orbax refuses arrays without elements, which the description restores.
     filled = {path: array for path, array in arrays.items() if array.size}
+    # All hosts wait for the first one, which alone writes arrays of NumPy.
     _orbax().save(directory / name, filled)
-    description["files"] = _checksums(directory / name)
-    description["checksum"] = _checksum(description)
-    text = json.dumps(description, indent=2)
-    files.write_text(directory / DESCRIPTION, text + "\n")
+    if first:
+      description["files"] = _checksums(directory / name)
+      description["checksum"] = _checksum(description)
+      text = json.dumps(description, indent=2)
+      files.write_text(directory / DESCRIPTION, text + "\n")
   except BaseException as error:
-    # With a star: orbax writes to a temporary folder beside it first.
-    _remove(directory.glob(f"{name}*"))
+    if first:
+      # With a star: orbax writes to a temporary folder beside it first.
+      _remove(directory.glob(f"{name}*"))
     if isinstance(error, InputError) or not isinstance(error, _UNWRITTEN):
       raise
-    raise InputError(
-      f"The cache cannot be written to {directory}: {files.reason(error)}."
-    ) from error
-  _remove(p for p in directory.glob(f"{_ARRAYS}*") if p.name != name)
+    raise _unwritten(directory, error) from error
+  if first:
+    _remove(p for p in directory.glob(f"{_ARRAYS}*") if p.name != name)
+
+
+def _claim(directory: pathlib.Path, overwrite: bool) -> str:
+  """Makes the directory and a name for the arrays, the same on all hosts."""
+  name = ""
+  try:
+    if jax.process_index() == 0:
+      _check_free(directory, overwrite)
+      directory.mkdir(parents=True, exist_ok=True)
+      name = f"{_ARRAYS}{uuid.uuid4().hex[:12]}"
+  except OSError as error:
+    raise _unwritten(directory, error) from error
+  finally:
+    name = hosts.of_first(name)
+  if not name:
+    raise InputError(f"The first host cannot save the cache to {directory}.")
+  return name
 
 
 def load_cache(directory: Path, *, model: Model, model_id: str) -> Cache:
@@ -193,6 +220,12 @@ def _orbax() -> Any:
   from orbax.checkpoint import v1
 
   return v1
+
+
+def _unwritten(directory: pathlib.Path, error: Exception) -> InputError:
+  return InputError(
+    f"The cache cannot be written to {directory}: {files.reason(error)}."
+  )
 
 
 def _damaged(directory: pathlib.Path) -> InputError:

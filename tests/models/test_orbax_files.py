@@ -323,10 +323,3 @@ def test_a_full_disk_leaves_the_model_as_it_was(directory, monkeypatch, error):
     f"The model cannot be written to {directory}: No space left on device."
   )
   assert_same_weights(load(directory), lm)
-
-
-def test_one_of_several_hosts_saves_no_checkpoint(tmp_path, monkeypatch):
-  lm = load(GOLDEN / "llama31")
-  monkeypatch.setattr(jax, "process_count", lambda: 2)
-  with pytest.raises(InputError, match=r"a program on one host, and this one"):
-    save(lm, tmp_path, format="orbax")

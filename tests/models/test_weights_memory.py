@@ -1,11 +1,7 @@
 """What hosts need of memory to read a checkpoint of four files."""
 
 import json
-import os
 import pathlib
-import socket
-import subprocess
-import sys
 import tracemalloc
 
 import jax
@@ -14,6 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import Mesh
+from two_hosts import call
 
 from kvjax.cache.sharding import parse_mesh
 from kvjax.models.config import DecoderConfig
@@ -85,16 +82,6 @@ def test_a_host_needs_its_weights_and_one_tensor(directory):
   assert peak <= share + TENSOR + SLACK
 
 
-SCRIPT = """
-import json, sys
-import jax
-from test_weights_memory import measure_host
-
-jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
-print(json.dumps(measure_host(sys.argv[3])))
-"""
-
-
 def measure_host(directory):
   """Runs on each of two hosts, with two devices each."""
   devices = np.asarray(jax.devices()).reshape(1, 4)
@@ -119,27 +106,10 @@ def test_each_of_two_hosts_needs_its_part_and_one_tensor(directory):
   # Saved by one host, under another mesh.
   lm = load(directory, "float32", parse_mesh("data:2,model:2"))
   save(lm, f"{directory}.orbax", format="orbax")
-  with socket.socket() as free:
-    free.bind(("127.0.0.1", 0))
-    address = f"127.0.0.1:{free.getsockname()[1]}"
-  flags = os.environ["XLA_FLAGS"].replace("device_count=4", "device_count=2")
-  hosts = [
-    subprocess.Popen(
-      [sys.executable, "-c", SCRIPT, address, str(host), str(directory)],
-      env={**os.environ, "XLA_FLAGS": flags},
-      cwd=pathlib.Path(__file__).parent,
-      stdout=subprocess.PIPE,
-      stderr=subprocess.PIPE,
-      text=True,
-    )
-    for host in range(2)
-  ]
-  ended = [host.communicate(timeout=300) for host in hosts]
-  assert [host.returncode for host in hosts] == [0, 0], ended
+  measured = call(measure_host, str(directory))
   _, params = load_decoder(directory, "float32")
   whole = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
-  for said, _ in ended:
-    share, peak = json.loads(said.splitlines()[-1])
+  for share, peak in measured:
     # All but norms are shared out.
     assert share < whole / 2 + TENSOR / 2
     assert peak <= share + TENSOR + SLACK

@@ -1,24 +1,66 @@
 """Starts programs on two hosts, which are processes."""
 
+import inspect
+import json
 import os
+import pathlib
 import re
+import socket
 import subprocess
 import sys
+
+SCRIPT = """
+import json, sys
+import jax
+from {module} import {name}
+
+jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
+print(json.dumps({name}(*sys.argv[3:])))
+"""
 
 
 def start(*arguments, host, port, output, cwd=None, program="evaluate"):
   """Starts a host of two, with two CPU devices each."""
+  return _start(
+    *("-m", f"kvjax.experiments.{program}", *arguments),
+    *("--multihost", f"--coordinator=127.0.0.1:{port}"),
+    *("--hosts=2", f"--host={host}", f"--output={output}"),
+    cwd=cwd,
+  )
+
+
+def call(function, *arguments):
+  """Calls a function of a test's module on both hosts; returns its results.
+
+  Args:
+    function: returns what JSON holds.
+    arguments: strings for it.
+  """
+  path = pathlib.Path(inspect.getfile(function))
+  script = SCRIPT.format(module=path.stem, name=function.__name__)
+  with socket.socket() as free:
+    free.bind(("127.0.0.1", 0))
+    address = f"127.0.0.1:{free.getsockname()[1]}"
+  both = [
+    _start("-c", script, address, str(host), *arguments, cwd=path.parent)
+    for host in range(2)
+  ]
+  ended = [process.communicate(timeout=300) for process in both]
+  assert [process.returncode for process in both] == [0, 0], ended
+  return [json.loads(said.splitlines()[-1]) for said, _ in ended]
+
+
+def _start(*arguments, cwd):
   devices = re.sub(
     "device_count=[0-9]+", "device_count=2", os.environ["XLA_FLAGS"]
   )
+  path = [str(pathlib.Path(__file__).parent), os.environ.get("PYTHONPATH")]
   return subprocess.Popen(
-    [
-      *(sys.executable, "-m", f"kvjax.experiments.{program}", *arguments),
-      *("--multihost", f"--coordinator=127.0.0.1:{port}"),
-      *("--hosts=2", f"--host={host}", f"--output={output}"),
-    ],
+    [sys.executable, *arguments],
     cwd=cwd,
-    env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": devices},
+    env=os.environ
+    | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": devices}
+    | {"PYTHONPATH": os.pathsep.join(filter(None, path))},
     stdout=subprocess.PIPE,
     stderr=subprocess.PIPE,
     text=True,
