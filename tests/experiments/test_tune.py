@@ -224,6 +224,27 @@ def test_what_is_no_table_is_refused(tmp_path, text):
   assert len(str(refused.value).splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+  "arguments",
+  [["benchmark_kernels", "--only=select"], ["compare", "--samples=1"]],
+)
+def test_a_program_refuses_it_in_one_sentence(run_binary, tmp_path, arguments):
+  path = tmp_path / "table.json"
+  path.write_text('{"TPU v4": 3}')
+  program, *flags = arguments
+  done = run_binary(
+    f"kvjax.experiments.{program}",
+    *flags,
+    "--model=reference",
+    f"--kernels_table={path}",
+    f"--output={tmp_path / 'out'}",
+  )
+  assert done.returncode == 2
+  assert done.stderr.splitlines()[-1].startswith(f"{path} is no table of kvjax")
+  assert "Traceback" not in done.stderr
+  assert not (tmp_path / "out").exists()
+
+
 def test_a_table_applies_where_kernels_are_chosen(monkeypatch, tmp_path):
   path = tmp_path / "table.json"
   path.write_text(json.dumps({HERE: {"gather/tpu": {"read": 4096}}}))

@@ -116,6 +116,22 @@ def test_devices_attend_with_their_queries_to_all_keys(
     assert_splash_attends(*prompts(4, 2, 512, 64, "float32", (470, 201)))
 
 
+@pytest.mark.parametrize(
+  ("dtype", "D", "blocks"),
+  [("bfloat16", 128, 2), ("float32", 64, 2), ("bfloat16", 256, 4)],
+)
+def test_only_narrow_heads_have_blocks_of_more_than_512(
+  chosen, dtype, D, blocks
+):
+  chosen({"prompt_attention/tpu": {"block": 1024}})
+  arrays, _ = prompts(1, 1, 2048, D, dtype, (2048,))
+  with kernels.use("pallas", "tpu"):
+    program = str(jax.make_jaxpr(prompt_attention)(*arrays))
+  assert set(re.findall(r"grid=\(([^)]*)\)", program)) == {
+    f"1, {blocks}, {blocks}"
+  }
+
+
 @pytest.mark.parametrize("devices", [1, 2, 3, 4, 7, 8])
 def test_devices_have_equal_work_of_their_own(devices):
   seen = {}

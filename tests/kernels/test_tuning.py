@@ -119,6 +119,12 @@ def test_another_table_or_kind_compiles_another_program():
   assert compiled(x) == 2048
   with kernels.use_table({"default": {"gather/tpu": {"read": 4096}}}):
     assert compiled(x) == 4096
+  with kernels.use_table({"TPU v5": {"gather/tpu": {"read": 4096}}}):
+    assert compiled(x) == 2048
+    with of_kind("TPU v5"):
+      assert "4096:i32[]" in str(jax.make_jaxpr(compiled)(x))
+    with of_kind("TPU v4"):
+      assert "2048:i32[]" in str(jax.make_jaxpr(compiled)(x))
   assert compiled(x) == 2048
 
 
