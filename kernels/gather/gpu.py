@@ -35,7 +35,7 @@ def compact_gpu(
     raise NotImplementedError("Keys and values have different widths.")
   if not (keys.size and size) or dim % _THREADS:
     raise NotImplementedError("There must be slots, and D a multiple of 128.")
-  # Of a block. All are read before any is written, so that many loads are in
+  # Rows of a block. All are read before any is written, to keep many loads in
   # flight.
   rows = tuning.option("gather/gpu", "rows")
   arrays = [x for x in (keys, values, positions, received) if x is not None]

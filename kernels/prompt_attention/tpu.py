@@ -46,9 +46,9 @@ def prompt_attention_tpu(
 
   Raises:
     NotImplementedError: the prompts have too many tokens (with 16-bit heads of
-      128, more than 368,640 if all have a query), their dtype is neither
-      bfloat16 nor float32, or queries of some of the tokens do not fill their
-      blocks.
+      128 in blocks of 512, more than 368,640 if all have a query), their dtype
+      is neither bfloat16 nor float32, or queries of some of the tokens do not
+      fill their blocks.
   """
   if queries.dtype not in (jnp.bfloat16, jnp.float32):
     raise NotImplementedError(f"No prompts of {queries.dtype} on TPUs.")
