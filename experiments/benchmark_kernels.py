@@ -49,7 +49,8 @@ _ONLY = flags.DEFINE_list(
 _ROUNDS = flags.DEFINE_integer(
   "rounds", 5, "Number of timings per program.", lower_bound=1
 )
-flags.declare_key_flag("seed")
+for name in ("seed", "kernels_table"):
+  flags.declare_key_flag(name)
 _OUTPUT = flags.DEFINE_string("output", "results/kernels", "Output folder.")
 
 
@@ -77,7 +78,7 @@ def main() -> None:
 def _measure(wanted: Sequence[tuple[str, Spec]]) -> list[dict[str, Any]]:
   """Measures the rows of the table, with a progress bar."""
   rows: list[dict[str, Any]] = []
-  with progress_bar(len(wanted)) as advance:
+  with run_inputs.chosen_table(), progress_bar(len(wanted)) as advance:
     for name, spec in wanted:
       about = f"{name}, {spec.name}"[:40]
       advance(about, 0)

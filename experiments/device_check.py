@@ -7,7 +7,8 @@ results with those of XLA's program. It prints a line for each, and exits with
 code 1 if a kernel does not compile or has other results: slots and other
 integers must be equal, other numbers within 1 % of the largest one.
 `--kernels=NAME:xla` replaces such a kernel in all programs.
---only=select,gather checks some operations.
+--only=select,gather checks some operations, and --kernels_table=FILE what
+`kvjax tune` has chosen.
 """
 
 import sys
@@ -28,7 +29,8 @@ from kvjax.kernels.specs import named_specs
 _ONLY = flags.DEFINE_list(
   "only", list(OPERATIONS), "Names of the operations to check."
 )
-flags.declare_key_flag("seed")
+for name in ("seed", "kernels_table"):
+  flags.declare_key_flag(name)
 
 DIFFERENT = 1
 
@@ -44,7 +46,7 @@ def main() -> None:
   console = rich.console.Console(highlight=False)
   console.print(f"kernels on {environment.device()}:")
   different = 0
-  with progress_bar(len(wanted)) as advance:
+  with run_inputs.chosen_table(), progress_bar(len(wanted)) as advance:
     for name, spec in wanted:
       label = f"{name}, {spec.name}"
       advance(label[:60], 0)

@@ -49,6 +49,7 @@ GROUPS = {
     "plan",
     "tpu_compile",
     "device_check",
+    "tune",
     "benchmark_device",
   ),
 }

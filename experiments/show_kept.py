@@ -25,7 +25,7 @@ from kvjax.experiments.run.candidates import FULL, candidates, parse_budgets
 from kvjax.experiments.run.progress_bar import progress_bar
 from kvjax.experiments.tasks import prose, suite
 
-for name in ("model", "mesh", "kernels", "dtype"):
+for name in ("model", "mesh", "kernels", "kernels_table", "dtype"):
   flags.declare_key_flag(name)
 
 _TEXT = flags.DEFINE_string(

@@ -42,6 +42,7 @@ def test_a_wheel_holds_one_package(archives):
   assert folders == {"kvjax", f"kvjax-{kvjax.__version__}.dist-info"}
   assert "kvjax/py.typed" in names
   assert "kvjax/models/reference/model.safetensors" in names
+  assert "kvjax/kernels/tuning.json" in names
   modules = {
     path.relative_to(ROOT).as_posix()
     for folder in LINKS

@@ -15,7 +15,7 @@ from absl import flags, logging
 from kvjax import hosts, kernels, models
 from kvjax.cache.sharding import parse_mesh, split_mesh
 from kvjax.errors import InputError, InputWarning
-from kvjax.experiments.run import multihost, results
+from kvjax.experiments.run import multihost, results, tuned_tables
 from kvjax.kernels.mesh_axes import CONTEXT
 from kvjax.models import catalog
 from kvjax.models.pretrained import DTYPES
@@ -61,6 +61,11 @@ _KERNELS = flags.DEFINE_string(
   "auto: Pallas kernels where the device supports them; xla: XLA's programs "
   "only; select:xla,gather:xla: XLA's for these operations, which are among "
   f"{', '.join(kernels.OPERATIONS)}.",
+)
+_KERNELS_TABLE = flags.DEFINE_string(
+  "kernels_table",
+  None,
+  "File of kvjax tune: block sizes of kernels, by kind of device.",
 )
 _DTYPE = flags.DEFINE_enum(
   "dtype",
@@ -123,9 +128,18 @@ def span_hosts() -> None:
 
 @contextlib.contextmanager
 def chosen_kernels() -> Iterator[None]:
-  """Runs the kernels that --kernels asks for."""
+  """Runs the kernels that --kernels asks for, as --kernels_table says."""
   implementation, overrides = _kernels(_KERNELS.value)
-  with kernels.use(implementation, overrides=overrides):
+  with kernels.use(implementation, overrides=overrides), chosen_table():
+    yield
+
+
+@contextlib.contextmanager
+def chosen_table() -> Iterator[None]:
+  """Gives kernels the options of --kernels_table."""
+  path = _KERNELS_TABLE.value
+  table = {} if path is None else tuned_tables.read(pathlib.Path(path))
+  with kernels.use_table(table):
     yield
 
 

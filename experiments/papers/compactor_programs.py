@@ -15,7 +15,9 @@ def _same(*names: str) -> Mapping[str, str]:
 
 
 # Flags of all programs that run a model.
-_FLAGS = _same("model", "seed", "dtype", "mesh", "kernels", "batch")
+_FLAGS = _same(
+  "model", "seed", "dtype", "mesh", "kernels", "kernels_table", "batch"
+)
 _SAMPLED = {**_FLAGS, "samples": "samples"}
 _SIZED = {**_SAMPLED, "length": "length"}
 _CALIBRATED = {

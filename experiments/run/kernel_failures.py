@@ -18,18 +18,24 @@ def sentence(error: BaseException) -> str | None:
   Args:
     error: what ended the program.
   """
-  errors = list(_chain(error))
-  said = next((str(e) for e in errors if _is_compilers(e)), None)
+  said = compilers(error)
   if said is None:
     return None
-  found = _PLACE.search("".join(map(_places, errors)))
+  found = _PLACE.search("".join(map(_places, _chain(error))))
   flag = f"--kernels={found[1]}:xla" if found else "--kernels=xla"
   kernel = f"The kernel of {found[1]}" if found else "A kernel"
-  first = " ".join(said.split())[:_SAID].removesuffix(".")
   return (
     f"{kernel} does not compile for this device; {flag} runs XLA's program "
-    f"instead ({first})."
+    f"instead ({said})."
   )
+
+
+def compilers(error: BaseException) -> str | None:
+  """Returns the first words of a kernel's compiler; None for other errors."""
+  said = next((str(e) for e in _chain(error) if _is_compilers(e)), None)
+  if said is None:
+    return None
+  return " ".join(said.split())[:_SAID].removesuffix(".")
 
 
 def _is_compilers(error: BaseException) -> bool:

@@ -4,6 +4,8 @@ import math
 from typing import NamedTuple
 
 import jax
+import numpy as np
+from jaxtyping import PyTree
 
 from kvjax.experiments.run import kernel_failures
 from kvjax.experiments.timing import kernel_timing
@@ -45,6 +47,18 @@ def check(spec: Spec, seed: int) -> Checked:
     if said is None:
       raise
     return Checked(False, said)
+  return compare(found, wanted)
+
+
+def compare(
+  found: PyTree[np.ndarray] | None, wanted: PyTree[np.ndarray]
+) -> Checked:
+  """Compares a kernel's results with XLA's.
+
+  Args:
+    found: the kernel's; None if it declines.
+    wanted: XLA's.
+  """
   if found is None:
     return Checked(True, "declines")
   pairs = zip(*map(jax.tree.leaves, (found, wanted)), strict=True)

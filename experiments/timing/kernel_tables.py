@@ -21,10 +21,10 @@ HEADING = (
 )
 
 
-def chosen(
-  specs: Sequence[tuple[str, Spec]], only: Sequence[str]
-) -> list[tuple[str, Spec]]:
-  """Selects the specifications of operations by name.
+def chosen[T](
+  specs: Sequence[tuple[str, T]], only: Sequence[str]
+) -> list[tuple[str, T]]:
+  """Selects what there is of some operations, by their names.
 
   Raises:
     InputError: an operation is unknown, or there are no names.

@@ -73,7 +73,7 @@ class Copies(NamedTuple):
 def copies(nbytes: int) -> Callable[[], float]:
   """Returns a function that times a copy of an array, in seconds."""
   array = jnp.zeros(nbytes // 4, jnp.float32)
-  return _timer(lambda x: x + 1, (array,))
+  return timer(lambda x: x + 1, (array,))
 
 
 def measure(
@@ -90,7 +90,7 @@ def measure(
   operands = jax.jit(spec.arrays)(jax.random.key(seed))
   results_of = {name: results(run, operands) for name, run in _programs(spec)}
   served = {
-    name: _timer(run, operands)
+    name: timer(run, operands)
     for name, run in _programs(spec)
     if results_of[name] is not None
   }
@@ -149,7 +149,7 @@ def difference(actual: PyTree[np.ndarray], wanted: PyTree[np.ndarray]) -> float:
   return float(largest)
 
 
-def _timer(run: Callable[..., Any], operands: Sequence[Any]) -> _Seconds:
+def timer(run: Callable[..., Any], operands: Sequence[Any]) -> _Seconds:
   """Repeats an operation in one program until launch time is negligible."""
   once = _repeated(run, operands, 1)
   once()

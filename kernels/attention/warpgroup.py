@@ -18,10 +18,9 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.kernels.attention.partial import Partial
 
-# Queries per tile, and slots per chunk.
+# Queries per tile, and slots per chunk: the rows that the matrix units multiply
+# at least, a fact of the hardware.
 ROWS = 64
-# Warpgroups that keep a Hopper GPU busy: two per multiprocessor.
-WARPGROUPS = 264
 # Register layouts of matrices, and of vectors along their rows and columns.
 MATRIX = plgpu.Layout.WGMMA
 OF_ROWS = MATRIX.reduce(1)

@@ -9,13 +9,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from kvjax.kernels import tuning
 from kvjax.kernels.attention_mass.tiles import MASKED
 
 # A thread block keeps this many rows and visits this many columns at a time.
+# They are not chosen per chip: chunks and the padding are multiples of
+# `ROWS`, and the logits of a tile stay in registers.
 ROWS, COLUMNS = 128, 64
-# Blocks per head that keep a GPU busy. With fewer tiles of rows, the columns
-# are split into parts.
-_BLOCKS = 16
 
 # Layouts: matrices in shared memory for the tensor cores, and vectors along
 # rows or columns in registers.
@@ -110,8 +110,11 @@ def sweep(
   heads = max(rows.shape[1], columns.shape[1])
   tiles = length // ROWS
   begin, end = _ends(kind, row_positions, column_positions, chunk)
+  # Blocks per head that keep a GPU busy. With fewer tiles of rows, the columns
+  # are split into parts.
+  blocks = tuning.option("attention_mass/gpu", "blocks")
   # Callers pad columns to ROWS, a multiple of COLUMNS.
-  parts = max(1, min(_BLOCKS // tiles, columns.shape[2] // COLUMNS))
+  parts = max(1, min(blocks // tiles, columns.shape[2] // COLUMNS))
 
   def kernel(
     rows: Any,

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from kvjax.kernels.attention_mass.api import causal_mass, chunk_mass
-from kvjax.kernels.specs import Spec
+from kvjax.kernels.specs import Choices, Spec
 
 _HEADS, _KV_HEADS, _DIM = 32, 8, 128
 
@@ -67,4 +67,14 @@ SPECS: tuple[Spec, ...] = (
   _causal("last 64 queries", 1, 64, 131072),
   _causal("last query", 4, 1, 32768),
   _chunks(256, 4, 32768),
+)
+
+CHOICES = (
+  Choices("attention_mass/gpu", {"blocks": (8, 16, 32)}, SPECS[1]),
+  Choices(
+    "attention_mass/tpu",
+    # Longer tiles do not fit into VMEM together with the masses.
+    {"rows": (512, 1024), "slots": (512, 1024)},
+    SPECS[0],
+  ),
 )

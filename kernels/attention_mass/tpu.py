@@ -9,6 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
+from kvjax.kernels import tuning
 from kvjax.kernels.attention.options import (
   PLAIN,
   AttentionOptions,
@@ -27,9 +28,7 @@ from kvjax.kernels.attention_mass.tpu_tiles import (
   params,
 )
 
-# Rows of a tile (queries of one or more heads) and columns (slots).
-_ROWS, _SLOTS = 1024, 1024
-# Maximum number of masses in VMEM.
+# Maximum number of masses in VMEM, a fact of the hardware.
 _MASSES = 2**21
 
 
@@ -67,12 +66,16 @@ class _Plan(NamedTuple):
   @classmethod
   def of(cls, heads: int, kv_heads: int, length: int, slots: int) -> "_Plan":
     """Plans tiles; short queries share one with other heads of their group."""
-    width = min(_SLOTS, pl.cdiv(slots, 128) * 128)
+    # Rows of a tile (queries of one or more heads) and columns (slots).
+    most_rows, most_slots = (
+      tuning.option("attention_mass/tpu", name) for name in ("rows", "slots")
+    )
+    width = min(most_slots, pl.cdiv(slots, 128) * 128)
     key_tiles = pl.cdiv(slots, width)
     # 16 rows are a tile of bfloat16.
-    size = min(_ROWS, pl.cdiv(length, 16) * 16)
+    size = min(most_rows, pl.cdiv(length, 16) * 16)
     # Each joined head has masses of its own, for all slots.
-    limit = min(_ROWS // size, _MASSES // (key_tiles * width))
+    limit = min(most_rows // size, _MASSES // (key_tiles * width))
     group = heads // kv_heads
     joined = joined_heads(group, limit) if length <= size else 1
     if joined * key_tiles * width > _MASSES:

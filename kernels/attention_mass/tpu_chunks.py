@@ -18,7 +18,8 @@ from kvjax.kernels.attention_mass.tpu_tiles import (
   params,
 )
 
-# Logits per step: one chunk, for as many heads of a group as fit.
+# Logits per step: one chunk, for as many heads of a group as fit into VMEM.
+# They are not chosen per chip: with fewer, long chunks had no kernel.
 _LOGITS = 2**20
 
 

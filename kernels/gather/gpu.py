@@ -10,13 +10,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int, Shaped
 
+from kvjax.kernels import tuning
 from kvjax.kernels.gather.compacted import Compacted
 
 # Threads of a warpgroup, each of which copies an equal part of a row.
 _THREADS = 128
-# Rows of a block. All are read before any is written, to keep many loads in
-# flight.
-_ROWS = 16
 
 
 def compact_gpu(
@@ -37,27 +35,30 @@ def compact_gpu(
     raise NotImplementedError("Keys and values have different widths.")
   if not (keys.size and size) or dim % _THREADS:
     raise NotImplementedError("There must be slots, and D a multiple of 128.")
+  # Rows of a block. All are read before any is written, to keep many loads in
+  # flight.
+  rows = tuning.option("gather/gpu", "rows")
   arrays = [x for x in (keys, values, positions, received) if x is not None]
   new_keys, new_values, *rest = plgpu.kernel(
-    functools.partial(_kernel, size),
+    functools.partial(_kernel, size, rows),
     out_type=[
       jax.ShapeDtypeStruct((batch, kv_heads, size, *x.shape[3:]), x.dtype)
       for x in arrays
     ],
-    grid=(batch, kv_heads, pl.cdiv(size, _ROWS)),
+    grid=(batch, kv_heads, pl.cdiv(size, rows)),
     grid_names=("B", "K", "M"),
   )(slots, *arrays)
   new_received = None if received is None else rest[1]
   return Compacted(new_keys, new_values, rest[0], new_received)
 
 
-def _kernel(size: int, slots: Any, *refs: Any) -> None:
+def _kernel(size: int, rows: int, slots: Any, *refs: Any) -> None:
   """Copies a block of rows of one head."""
   inputs, outputs = refs[: len(refs) // 2], refs[len(refs) // 2 :]
   row, head, block = (jax.lax.axis_index(axis) for axis in ("B", "K", "M"))
   loaded = []
-  for i in range(_ROWS):
-    place = block * _ROWS + i
+  for i in range(rows):
+    place = block * rows + i
     # Loads have no condition: places and slots are clamped to valid ones.
     slot = slots[row, head, jnp.minimum(place, size - 1)]
     at = (row, head, jnp.maximum(slot, 0))

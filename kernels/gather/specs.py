@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from kvjax.kernels.gather.api import compact
 from kvjax.kernels.gather.compacted import Compacted
-from kvjax.kernels.specs import Spec
+from kvjax.kernels.specs import Choices, Spec
 
 _KV_HEADS, _DIM = 8, 128
 
@@ -55,4 +55,12 @@ SPECS = (
   _spec(1, 32768, 8192),
   _spec(1, 131072, 32768),
   _spec(4, 32768, 2048, received=True),
+)
+
+CHOICES = (
+  Choices("gather/gpu", {"rows": (8, 16, 32)}, SPECS[1]),
+  # With shorter tiles, plans of fewer heads would fit into scalar memory.
+  Choices(
+    "gather/tpu", {"read": (2048, 4096), "write": (1024, 2048)}, SPECS[1]
+  ),
 )

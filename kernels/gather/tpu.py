@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int, Shaped
 
+from kvjax.kernels import tuning
 from kvjax.kernels.gather import tile_order, words
 from kvjax.kernels.gather.compacted import Compacted
 
@@ -23,8 +24,8 @@ from kvjax.kernels.gather.compacted import Compacted
 _LINE = 128
 _LINE_BITS = 7
 _REGISTER = 1024
-# Memory limits in bytes: a tile of keys, all tiles in VMEM, and the plan in
-# scalar memory.
+# Memory limits in bytes, facts of the hardware: a tile of keys, all tiles in
+# VMEM, and the plan in scalar memory.
 _TILE = 1 << 20
 _TILES = 14 << 20
 _PLAN = 1 << 19
@@ -36,20 +37,8 @@ def compact_tpu(
   positions: Int[Array, "B K T"],
   received: Float[Array, "B K T"] | None,
   slots: Int[Array, "B K M"],
-  read: int = 2048,
-  write: int = 1024,
 ) -> Compacted:
   """Computes `kvjax.kernels.gather.compact`.
-
-  Args:
-    keys: keys.
-    values: values.
-    positions: positions of the tokens.
-    received: one more number per slot.
-    slots: the slots to copy.
-    read: slots per tile that is read, a multiple of 1024; reduced if keys are
-      wide.
-    write: slots per tile that is written, a multiple of 128.
 
   Raises:
     NotImplementedError: an array is empty, a dtype has more than 32 bits, or
@@ -62,6 +51,11 @@ def compact_tpu(
     raise NotImplementedError("There must be slots, of at most 32-bit numbers.")
   width = _round_up(keys.shape[-1], _LINE) * keys.dtype.itemsize
   fits = max(_TILE // width // _REGISTER, 1) * _REGISTER
+  # Slots per tile that is read, a multiple of 1024, and that is written, one of
+  # 128.
+  read, write = (
+    tuning.option("gather/tpu", name) for name in ("read", "write")
+  )
   read = min(read, fits, _round_up(keys.shape[2], _REGISTER))
   write = min(write, _round_up(size, _LINE))
   # Keys and values: one copy as words, and two buffers each for reading and

@@ -9,6 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int, Shaped
 
+from kvjax.kernels import tuning
 from kvjax.kernels.attention import Partial, warpgroup
 from kvjax.kernels.attention.options import (
   PLAIN,
@@ -121,7 +122,8 @@ def paged_attention_gpu(
     rows(values),
   )
   # One block per row would leave most multiprocessors idle.
-  splits = max(1, min(chunks, warpgroup.WARPGROUPS // batch))
+  blocks = tuning.option("paged_attention/gpu", "blocks")
+  splits = max(1, min(chunks, blocks // batch))
   chunks_per_split = -(-chunks // splits)
   # Rounding up may leave the last splits without chunks.
   splits = -(-chunks // chunks_per_split)

@@ -13,7 +13,7 @@ from jaxtyping import Array
 from kvjax.kernels.attention import Partial
 from kvjax.kernels.paged_attention.api import paged_attention
 from kvjax.kernels.quantized import Quantized, quantize
-from kvjax.kernels.specs import Spec
+from kvjax.kernels.specs import Choices, Spec
 
 _HEADS, _KV_HEADS, _PAGE = 32, 8, 32
 
@@ -68,4 +68,10 @@ SPECS = (
   _decoding(4, 32_768, 16),
   _decoding(4, 32_768, 8),
   _decoding(1, 131_072, 16, dim=64),
+)
+
+CHOICES = (
+  Choices("paged_attention/gpu", {"blocks": (132, 264, 528)}, SPECS[0]),
+  # Longer blocks of wide float32 heads do not fit into VMEM.
+  Choices("paged_attention/tpu", {"block": (512, 1024, 2048)}, SPECS[0]),
 )

@@ -10,6 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int, Shaped
 
+from kvjax.kernels import tuning
 from kvjax.kernels.attention import Partial
 from kvjax.kernels.attention.options import (
   PLAIN,
@@ -21,10 +22,9 @@ from kvjax.kernels.paged_attention.owners import owners_of
 from kvjax.kernels.quantized import Quantized, stored
 from kvjax.kernels.stacks import index_stack
 
-# Slots per block.
-BLOCK = 2048
+# Facts of the hardware: lanes of a register, and slots in a tile of the widest
+# packing, int8.
 LANES = 128
-# Slots in a tile of the widest packing, int8.
 ROWS = 32
 DTYPES = tuple(map(jnp.dtype, ("float32", "bfloat16", "int8")))
 
@@ -88,6 +88,11 @@ def paged_attention_tpu(
   return Partial.of(largest, total, weighted[:, :, None], queries.dtype)
 
 
+def _block() -> int:
+  """Slots per block, at most."""
+  return tuning.option("paged_attention/tpu", "block")
+
+
 def _operands(
   queries: Float[Array, "B N 1 D"],
   keys: Float[Array, "L B R P D"] | Quantized,
@@ -96,7 +101,7 @@ def _operands(
   layer: Int[Array, ""],
 ) -> _Operands:
   batch = owners.shape[0]
-  block = min(BLOCK, -(-owners[0].size // LANES) * LANES)
+  block = min(_block(), -(-owners[0].size // LANES) * LANES)
 
   def flat(x: Shaped[Array, "B R P"], fill: float) -> Shaped[Array, "B 1 T"]:
     x = x.reshape(batch, 1, -1)
@@ -134,7 +139,7 @@ def _call(
 ) -> tuple[Float[Array, "B N _"], ...]:
   batch, query_heads, dim = operands.queries.shape
   slots = operands.owners.shape[-1]
-  block = min(BLOCK, slots)
+  block = min(_block(), slots)
   blocks = slots // block
   visible = operands.owners.reshape(batch, blocks, block) >= 0
   counts = jnp.sum(visible.astype(jnp.int32), axis=-1)

@@ -11,11 +11,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from kvjax.kernels import tuning
 from kvjax.kernels.mesh_axes import CONTEXT
-
-# A device receives whole blocks of so many tokens or, if its own are fewer, of
-# as many as these: the kernel for TPUs needs to begin with a block of queries.
-BLOCK = 512
 
 
 def tokens_before(window: int | None, length: int, devices: int) -> int | None:
@@ -42,7 +39,10 @@ def tokens_before(window: int | None, length: int, devices: int) -> int | None:
   own, rest = divmod(length, devices)
   if window is None or rest or devices == 1:
     return None
-  block = own if own <= BLOCK else math.gcd(own, BLOCK)
+  # A device receives whole blocks of the kernel for TPUs, which needs to begin
+  # with one, or as many tokens as it has if these are fewer.
+  block = tuning.option("prompt_attention/tpu", "block")
+  block = own if own <= block else math.gcd(own, block)
   before = -(-(window - 1) // block) * block
   return before if 2 * before <= length else None
 

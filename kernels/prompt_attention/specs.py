@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from kvjax.kernels.prompt_attention.api import prompt_attention
-from kvjax.kernels.specs import Spec
+from kvjax.kernels.specs import Choices, Spec
 
 _HEADS, _KV_HEADS, _DIM = 32, 8, 128
 
@@ -35,3 +35,8 @@ def _prompts(batch: int, tokens: int) -> Spec:
 
 
 SPECS: tuple[Spec, ...] = (_prompts(1, 32768), _prompts(1, 131072))
+
+CHOICES = (
+  # With shorter blocks, fewer tokens would have a kernel.
+  Choices("prompt_attention/tpu", {"block": (512, 1024)}, SPECS[0]),
+)

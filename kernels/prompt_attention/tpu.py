@@ -16,16 +16,19 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
 )
 from jaxtyping import Array, Bool, Float, Int
 
+from kvjax.kernels import tuning
 from kvjax.kernels.attention.options import PLAIN, AttentionOptions
 from kvjax.kernels.prompt_attention.padding import clear_padding
 
-# Tokens per block: the maximum of queries, and what all are a multiple of.
-BLOCK = 512
+# What the tokens of a block are a multiple of.
 LANES = 128
 # Maximum number of pairs of blocks: their table is in scalar memory. Keys that
 # are many are in longer blocks, whose keys and values take up to so many bytes.
 PAIRS = 2**16
 KEY_BYTES = 2**21
+# Maximum number of queries per block whose tokens take more bytes than those of
+# 16-bit heads of 128: the logits of longer blocks would not fit into VMEM too.
+WIDE_BLOCK, NARROW_BYTES = 512, 512
 # State of a pair of blocks: fully masked, partly masked, unmasked.
 _NONE, _SOME, _ALL = range(3)
 
@@ -43,21 +46,24 @@ def prompt_attention_tpu(
 
   Raises:
     NotImplementedError: the prompts have too many tokens (with 16-bit heads of
-      128, more than 368,640 if all have a query), their dtype is neither
-      bfloat16 nor float32, or queries of some of the tokens do not fill their
-      blocks.
+      128 in blocks of 512, more than 368,640 if all have a query), their dtype
+      is neither bfloat16 nor float32, or queries of some of the tokens do not
+      fill their blocks.
   """
   if queries.dtype not in (jnp.bfloat16, jnp.float32):
     raise NotImplementedError(f"No prompts of {queries.dtype} on TPUs.")
   batch, heads, length, dim = queries.shape
   tokens = keys.shape[2]
-  block = min(BLOCK, _round_up(length, LANES))
+  slot = (dim + values.shape[-1]) * keys.dtype.itemsize
+  block = tuning.option("prompt_attention/tpu", "block")
+  if slot > NARROW_BYTES:
+    block = min(block, WIDE_BLOCK)
+  block = min(block, _round_up(length, LANES))
   if start is not None:
     block = math.gcd(length, block)
     if block % LANES:
       raise NotImplementedError(f"{length} queries do not fill their blocks.")
   rows, key_block = -(-length // block), block
-  slot = (dim + values.shape[-1]) * keys.dtype.itemsize
   while rows * -(-tokens // key_block) > PAIRS:
     key_block *= 2
     if key_block * slot > KEY_BYTES:

@@ -9,14 +9,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Float, Int
 
+from kvjax.kernels import tuning
 from kvjax.kernels.select.bisection import limits
 from kvjax.kernels.select.keys import ordered
 from kvjax.kernels.select.xla import mask_to_slots_xla, within_limits
 
-# Scores per step of a warpgroup: at least 16 bytes per thread, and at most what
-# fits in registers.
-_MIN_STEP = 512
-_MAX_STEP = 2048
+# Scores that a warpgroup loads at once, 16 bytes per thread: a fact of the
+# hardware.
+_LOAD = 512
 
 
 def largest_gpu(
@@ -25,7 +25,9 @@ def largest_gpu(
   """Computes `kvjax.kernels.select.largest`."""
   slots = scores.shape[-1]
   rows = math.prod(counts.shape)
-  step = min(_MAX_STEP, math.ceil(slots / _MIN_STEP) * _MIN_STEP)
+  # More scores per step than a warpgroup has registers for would be slow.
+  step = tuning.option("select/gpu", "step")
+  step = min(step, math.ceil(slots / _LOAD) * _LOAD)
   # Slots of -inf are never selected, so padding needs no mask.
   padded = jnp.pad(
     scores.reshape(rows, slots),

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.kernels.select.api import largest, mask_to_slots
-from kvjax.kernels.specs import Spec
+from kvjax.kernels.specs import Choices, Spec
 
 _KV_HEADS = 8
 
@@ -54,4 +54,9 @@ SPECS: tuple[Spec, ...] = (
   _largest("keep", 1, 131_072, 32_768),
   _largest("retrieve", 4, 131_072, 2_048),
   _true(1, 131_072, 32_768),
+)
+
+CHOICES = (
+  Choices("select/gpu", {"step": (1024, 2048, 4096)}, SPECS[1]),
+  Choices("select/tpu", {"unroll": (4, 8, 16)}, SPECS[1]),
 )

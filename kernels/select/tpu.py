@@ -10,13 +10,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Int
 
+from kvjax.kernels import tuning
 from kvjax.kernels.select.bisection import is_chosen, limits
 from kvjax.kernels.select.keys import NEVER, ordered
 
+# Facts of the hardware: sublanes and lanes of a register, and the scores of a
+# block of rows that fit into VMEM.
 _ROWS = 8
 _LANES = 128
 _MAX_SLOTS = 2**17
-_UNROLL = 8
 
 
 def largest_tpu(
@@ -217,7 +219,7 @@ def _count(
     width // _LANES,
     add,
     jnp.zeros((rows, _LANES), jnp.int32),
-    unroll=_UNROLL,
+    unroll=_unroll(),
   )
   # Sums of up to 2**24 ones are exact in float32.
   total = jnp.sum(total.astype(jnp.float32), axis=1, keepdims=True)
@@ -228,7 +230,12 @@ def _each_tile(ref: jax.Ref, visit: Callable[[Array], None]) -> None:
   def step(tile: Array, _: None) -> None:
     visit(tile)
 
-  jax.lax.fori_loop(0, ref.shape[1] // _LANES, step, None, unroll=_UNROLL)
+  jax.lax.fori_loop(0, ref.shape[1] // _LANES, step, None, unroll=_unroll())
+
+
+def _unroll() -> int:
+  """Tiles per iteration of a loop."""
+  return tuning.option("select/tpu", "unroll")
 
 
 def _tile_slice(tile: Array) -> pl.Slice:

@@ -10,11 +10,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
-# Slots per step of a warpgroup, and the number of prefetched steps.
+from kvjax.kernels import tuning
+
+# Slots per step of a warpgroup, and the number of prefetched steps. They are
+# not chosen per chip: the matrix units multiply 64 rows, and with more in the
+# shared memory, fewer columns had a kernel.
 TILE, STAGES = 64, 2
 
-# Blocks that keep all multiprocessors busy.
-_BLOCKS = 256
 # Shared memory available to a block, without its barriers.
 # Hopper has 227 KiB; sums and barriers take the rest.
 _SHARED_BYTES = 225 * 1024
@@ -56,7 +58,9 @@ class Work:
     groups = min(2, (_SHARED_BYTES - once) // (TILE * per_slot))
     if groups < 1:
       raise NotImplementedError("Keys are too wide for the memory of a GPU.")
-    blocks = min(pl.cdiv(slots, TILE * groups), pl.cdiv(_BLOCKS, chunks))
+    # Those that keep all multiprocessors busy.
+    blocks = pl.cdiv(tuning.option("sketch/gpu", "blocks"), chunks)
+    blocks = min(pl.cdiv(slots, TILE * groups), blocks)
     return cls(chunks, slots, blocks, groups)
 
   @property

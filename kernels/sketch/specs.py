@@ -9,7 +9,7 @@ from jaxtyping import Array
 
 from kvjax.kernels.sketch.api import leverage_rows, sketch
 from kvjax.kernels.sketch.sketched import Sketch
-from kvjax.kernels.specs import Spec
+from kvjax.kernels.specs import Choices, Spec
 
 _HEADS, _DIM = 8, 128
 
@@ -62,4 +62,10 @@ SPECS: tuple[Spec, ...] = (
   _sketching(4, 32768, 64, 0, center=False),
   _sketching(4, 32768, 48, 512, center=True),
   _leverage(1, 131072, 64),
+)
+
+CHOICES = (
+  Choices("sketch/gpu", {"blocks": (128, 256, 512)}, SPECS[0]),
+  # Longer steps do not fit into VMEM.
+  Choices("sketch/tpu", {"step": (2**17, 2**18, 3 * 2**17)}, SPECS[0]),
 )

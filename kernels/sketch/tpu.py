@@ -9,16 +9,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float
 
+from kvjax.kernels import tuning
 from kvjax.kernels.sketch.sketched import (
   Sketch,
   by_chunk,
   identity,
   near_mean,
 )
-
-# Float32 numbers per step, keys and columns together: 1.5 MiB, which leaves
-# space for bfloat16 pieces and for the next step's buffers.
-_STEP = 3 * 2**17
 
 
 def sketch(
@@ -176,8 +173,11 @@ def _product(
 
 def _tile(slots: int, numbers: int) -> int:
   """Returns the slots per step, a multiple of 128 or all."""
+  # Float32 numbers per step, keys and columns together. 1.5 MiB leave space for
+  # bfloat16 pieces and for the next step's buffers.
+  step = tuning.option("sketch/tpu", "step")
   # Slots are lanes in the results, hence 128.
-  return min(slots, max(_STEP // numbers // 128, 1) * 128)
+  return min(slots, max(step // numbers // 128, 1) * 128)
 
 
 def _slots_block(rows: int, tile: int) -> pl.BlockSpec:

@@ -9,6 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from kvjax.kernels import tuning
 from kvjax.kernels.attention import warpgroup
 from kvjax.kernels.attention.options import (
   PLAIN,
@@ -82,7 +83,8 @@ def sparse_decode_gpu(
     raise NotImplementedError(f"{group} query heads read a list.")
 
   chunks = -(-most // ROWS)
-  splits = max(1, min(chunks, warpgroup.WARPGROUPS // (batch * lists)))
+  blocks = tuning.option("sparse_decode/gpu", "blocks")
+  splits = max(1, min(chunks, blocks // (batch * lists)))
   chunks_per_split = min(-(-chunks // splits), MAX_CHUNKS)
   # MAX_CHUNKS may need more splits, rounding up fewer.
   splits = -(-chunks // chunks_per_split)

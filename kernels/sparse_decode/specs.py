@@ -12,7 +12,7 @@ from jaxtyping import Array
 from kvjax.kernels.attention.partial import Partial
 from kvjax.kernels.quantized import Quantized, quantize
 from kvjax.kernels.sparse_decode.api import sparse_decode
-from kvjax.kernels.specs import Spec
+from kvjax.kernels.specs import Choices, Spec
 
 _HEADS, _KV_HEADS = 32, 8
 
@@ -65,4 +65,13 @@ SPECS = (
   _decoding(1, 32_768, _HEADS, 512, 16),
   _decoding(1, 131_072, _KV_HEADS, 4096, 8),
   _decoding(1, 131_072, _KV_HEADS, 4096, 16, dim=64),
+)
+
+CHOICES = (
+  Choices("sparse_decode/gpu", {"blocks": (132, 264, 528)}, SPECS[0]),
+  Choices(
+    "sparse_decode/tpu",
+    {"chunk": (128, 256, 512), "unroll": (4, 8, 16)},
+    SPECS[0],
+  ),
 )

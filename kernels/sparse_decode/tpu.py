@@ -10,6 +10,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Shaped
 
+from kvjax.kernels import tuning
 from kvjax.kernels.attention.options import (
   PLAIN,
   AttentionOptions,
@@ -20,12 +21,9 @@ from kvjax.kernels.attention.running import Running
 from kvjax.kernels.quantized import Quantized, stored
 from kvjax.kernels.sparse_decode.lists import Lists
 
-# Slots that are prefetched while the previous ones are attended to.
-CHUNK = 256
-# Copies started per iteration, so that their scalar work overlaps.
-UNROLL = 8
+# Facts of the hardware: lanes of a register, and rows in a tile of the widest
+# packing, int8.
 LANES = 128
-# Rows in a tile of the widest packing, int8.
 ROWS = 32
 # Maximum length of a list: two lists must fit into scalar memory.
 MAX_SLOTS = 2**15
@@ -92,7 +90,9 @@ def sparse_decode_tpu(
   if keys.shape[3] < ROWS:
     raise NotImplementedError(f"{keys.shape[3]} rows do not fill a tile.")
 
-  chunk = min(CHUNK, -(-num_slots // LANES) * LANES)
+  # Slots that are prefetched while the previous ones are attended to.
+  chunk = tuning.option("sparse_decode/tpu", "chunk")
+  chunk = min(chunk, -(-num_slots // LANES) * LANES)
   chunked = Lists.of(
     keys, values, layer, slots, bias, chunk, -(-num_slots // chunk)
   )
@@ -135,7 +135,11 @@ def _call(operands: _Operands) -> tuple[Float[Array, "B H G _"], ...]:
   )
   rows = pltpu.VMEM((2, chunk * _packed(dtype), dim), dtype)
   call = pl.pallas_call(
-    functools.partial(_kernel, share=lists // operands.keys.shape[2]),
+    functools.partial(
+      _kernel,
+      share=lists // operands.keys.shape[2],
+      unroll=tuning.option("sparse_decode/tpu", "unroll"),
+    ),
     out_shape=shapes,
     grid_spec=pltpu.PrefetchScalarGridSpec(
       num_scalar_prefetch=2,
@@ -183,13 +187,15 @@ def _packed(dtype: DTypeLike) -> int:
   return 4 // jnp.dtype(dtype).itemsize
 
 
-def _kernel(*refs: Any, share: int) -> None:
+def _kernel(*refs: Any, share: int, unroll: int) -> None:
   """Attends to a list, prefetching one chunk.
 
   Args:
     *refs: `_Operands`, then `Running`, then rows of keys and of values in two
       buffers and the semaphores of the buffers.
     share: number of lists per KV head.
+    unroll: copies started per iteration, so that their scalar work overlaps; a
+      divisor of the chunk.
   """
   read, running_refs = _Operands(*refs[:7]), refs[7:10]
   *rows, arrived = refs[10:]
@@ -203,16 +209,16 @@ def _kernel(*refs: Any, share: int) -> None:
   def num_groups(number: Array) -> Array:
     # 0 beyond the last chunk: then nothing is fetched or waited for.
     remaining = jnp.clip(count - number * chunk, 0, chunk)
-    return jax.lax.div(remaining + UNROLL - 1, UNROLL)
+    return jax.lax.div(remaining + unroll - 1, unroll)
 
   def part(of: Any, number: Array, group: Array) -> Any:
-    size = UNROLL * packed
+    size = unroll * packed
     return of.at[number & 1, pl.ds(pl.multiple_of(group * size, size), size)]
 
   def fetch(number: Array) -> None:
     def start_copies(group: Array, _: None) -> None:
-      for entry in range(UNROLL):
-        slot = read.numbers[0, 0, number * chunk + group * UNROLL + entry]
+      for entry in range(unroll):
+        slot = read.numbers[0, 0, number * chunk + group * unroll + entry]
         # The rows that share words with the slot; `packed` is a power of two.
         source = pl.ds(pl.multiple_of(slot & -packed, packed), packed)
         target = pl.ds(entry * packed, packed)

@@ -1,5 +1,7 @@
 """Kernels beside XLA's programs on the device at hand, by specs of stubs."""
 
+import json
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -9,6 +11,7 @@ from kvjax.experiments import device_check
 from kvjax.experiments.inputs import run_inputs
 from kvjax.experiments.run import kernel_failures
 from kvjax.experiments.timing import kernel_checks
+from kvjax.kernels import tuning
 from kvjax.kernels.dispatch import Programs, dispatch
 from kvjax.kernels.specs import Spec
 
@@ -72,6 +75,7 @@ def test_a_difference_is_an_exit_code(monkeypatch, capsys, case, code):
   monkeypatch.setattr(device_check, "named_specs", lambda: made)
   monkeypatch.setattr(device_check, "_ONLY", _Value(["select", "gather"]))
   monkeypatch.setattr(run_inputs, "SEED", _Value(0))
+  monkeypatch.setattr(run_inputs, "_KERNELS_TABLE", _Value(None))
   with pytest.raises(InputError, match="no TPU or GPU"):
     device_check.main()
   monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
@@ -84,6 +88,28 @@ def test_a_difference_is_an_exit_code(monkeypatch, capsys, case, code):
   printed = capsys.readouterr().out
   assert "  select, 8 numbers: equal" in printed
   assert ("! gather, 8 numbers: differs" in printed) == bool(code)
+
+
+def test_kernels_are_checked_as_a_table_says(monkeypatch, tmp_path, capsys):
+  path = tmp_path / "table.json"
+  table = {jax.devices()[0].device_kind: {"gather/tpu": {"read": 4096}}}
+  path.write_text(json.dumps(table))
+
+  def reads(x):
+    factor = tuning.option("gather/tpu", "read") / 2048
+    return x * factor, jnp.argsort(x)
+
+  made = [("gather", spec(reads))]
+  monkeypatch.setattr(device_check, "named_specs", lambda: made)
+  monkeypatch.setattr(device_check, "_ONLY", _Value(["gather"]))
+  monkeypatch.setattr(run_inputs, "SEED", _Value(0))
+  monkeypatch.setattr(run_inputs, "_KERNELS_TABLE", _Value(None))
+  monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+  device_check.main()
+  monkeypatch.setattr(run_inputs, "_KERNELS_TABLE", _Value(str(path)))
+  with pytest.raises(SystemExit):
+    device_check.main()
+  assert "! gather, 8 numbers: differs" in capsys.readouterr().out
 
 
 class _Value:

@@ -1,7 +1,10 @@
 """Fixtures that tests of several kernels share."""
 
+import contextlib
+
 import pytest
 
+from kvjax import kernels
 from kvjax.kernels.attention import chunked
 from kvjax.kernels.attention_mass import xla as mass_xla
 from kvjax.kernels.paged_attention import xla as paged_xla
@@ -17,6 +20,17 @@ _GROUPS = {64: (1, 3, 6, 8), 128: (1, 4, 7, 8), 256: (1, 2, 5, 8)}
 def head_sizes(request):
   """D and G."""
   return request.param
+
+
+@pytest.fixture
+def chosen():
+  """Gives kernels other options until the test ends."""
+  with contextlib.ExitStack() as stack:
+
+    def choose(entry):
+      stack.enter_context(kernels.use_table({"default": entry}))
+
+    yield choose
 
 
 @pytest.fixture

@@ -16,8 +16,6 @@ from kvjax import kernels
 from kvjax.kernels.attention_mass import (
   causal_mass,
   chunk_mass,
-  gpu_sweeps,
-  tpu,
   tpu_chunks,
   xla,
 )
@@ -172,13 +170,12 @@ def with_kernels(cases):
 
 
 @pytest.fixture
-def small_tiles(monkeypatch):
+def small_tiles(monkeypatch, chosen):
   """Several tiles of queries and keys, and several parts of the keys."""
   monkeypatch.setattr(xla, "_LOGITS", 270 * 32)
-  monkeypatch.setattr(tpu, "_ROWS", 64)
-  monkeypatch.setattr(tpu, "_SLOTS", 128)
   monkeypatch.setattr(tpu_chunks, "_LOGITS", 2 * 256**2)
-  monkeypatch.setattr(gpu_sweeps, "_BLOCKS", 2)
+  tiles = {"rows": 64, "slots": 128}
+  chosen({"attention_mass/tpu": tiles, "attention_mass/gpu": {"blocks": 2}})
 
 
 @pytest.mark.usefixtures("small_tiles")

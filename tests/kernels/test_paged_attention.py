@@ -18,9 +18,8 @@ from kvjax.kernels.attention import (
   attention,
   merge,
   partial_attention,
-  warpgroup,
 )
-from kvjax.kernels.paged_attention import paged_attention, tpu, xla
+from kvjax.kernels.paged_attention import paged_attention, xla
 from kvjax.kernels.paged_attention.reference import paged_attention_reference
 from kvjax.kernels.quantized import Quantized, dequantize, quantize
 
@@ -301,8 +300,8 @@ def test_pages_of_eight_bits_are_made_whole_a_few_at_a_time(monkeypatch, S):
 @pytest.mark.parametrize(
   ("dtype", "D"), [("float32", 64), ("bfloat16", 128), ("int8", 128)]
 )
-def test_tpu_kernel(monkeypatch, dtype, D):
-  monkeypatch.setattr(tpu, "BLOCK", 128)
+def test_tpu_kernel(chosen, dtype, D):
+  chosen({"paged_attention/tpu": {"block": 128}})
   narrow = "bfloat16" if dtype == "bfloat16" else "float32"
   q, k, v, places, kept = block(7, 3, 2, 1, D=D, dtype=narrow, T=200)
   kept[0, 0] = True
@@ -321,8 +320,8 @@ def test_tpu_kernel(monkeypatch, dtype, D):
 @pytest.mark.parametrize(
   ("dtype", "D", "blocks"), [("bfloat16", 64, 2), ("int8", 128, 8)]
 )
-def test_gpu_kernel(monkeypatch, dtype, D, blocks):
-  monkeypatch.setattr(warpgroup, "WARPGROUPS", blocks)
+def test_gpu_kernel(chosen, dtype, D, blocks):
+  chosen({"paged_attention/gpu": {"blocks": blocks}})
   q, k, v, places, kept = block(8, 2, 3, 1, D=D, dtype="bfloat16", T=150)
   pages = paged(k, v, kept, unused=3, PAGE=32)
   assert pages[3].shape[1] % 2  # half a chunk remains
@@ -339,11 +338,9 @@ def test_gpu_kernel(monkeypatch, dtype, D, blocks):
   ("platform", "dtype"),
   [("tpu", "float32"), ("tpu", "bfloat16"), ("gpu", "bfloat16")],
 )
-def test_kernels_at_heads_of_every_size(
-  monkeypatch, platform, dtype, head_sizes
-):
+def test_kernels_at_heads_of_every_size(chosen, platform, dtype, head_sizes):
   """Of two rows the second holds nothing."""
-  monkeypatch.setattr(tpu, "BLOCK", 128)
+  chosen({"paged_attention/tpu": {"block": 128}})
   D, G = head_sizes
   q, k, v, places, kept = block(12, 2, G, 1, D=D, dtype=dtype, T=151)
   kept[1] = False

@@ -78,18 +78,16 @@ def assert_splash_attends(arrays, real):
   ("shape", "dtype"),
   [((4, 2, 147, 64), "float32"), ((4, 2, 133, 128), "bfloat16")],
 )
-def test_splash_attention_equals_every_weight(monkeypatch, shape, dtype):
-  monkeypatch.setattr(tpu, "BLOCK", 128)
+def test_splash_attention_equals_every_weight(chosen, shape, dtype):
+  chosen({"prompt_attention/tpu": {"block": 128}})
   assert_splash_attends(*prompts(*shape, dtype))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_splash_attention_at_heads_of_every_size(
-  monkeypatch, dtype, head_sizes
-):
+def test_splash_attention_at_heads_of_every_size(chosen, dtype, head_sizes):
   """Of three rows the first holds nothing."""
-  monkeypatch.setattr(tpu, "BLOCK", 128)
+  chosen({"prompt_attention/tpu": {"block": 128}})
   D, G = head_sizes
   assert_splash_attends(*prompts(2 * G, 2, 139, D, dtype, (0, 1, 139)))
 
@@ -107,13 +105,31 @@ def test_blocks_are_what_splash_attention_finds(blocks, longer):
 
 
 @pytest.mark.parametrize("pairs", [2**16, 2])
-def test_devices_attend_with_their_queries_to_all_keys(monkeypatch, pairs):
+def test_devices_attend_with_their_queries_to_all_keys(
+  monkeypatch, chosen, pairs
+):
   """In blocks of 128 queries, two on a device, and of twice as many keys."""
-  monkeypatch.setattr(tpu, "BLOCK", 128)
+  chosen({"prompt_attention/tpu": {"block": 128}})
   monkeypatch.setattr(tpu, "PAIRS", pairs)
   mesh = parse_mesh("context:2,model:2")
   with jax.set_mesh(mesh):
     assert_splash_attends(*prompts(4, 2, 512, 64, "float32", (470, 201)))
+
+
+@pytest.mark.parametrize(
+  ("dtype", "D", "blocks"),
+  [("bfloat16", 128, 2), ("float32", 64, 2), ("bfloat16", 256, 4)],
+)
+def test_only_narrow_heads_have_blocks_of_more_than_512(
+  chosen, dtype, D, blocks
+):
+  chosen({"prompt_attention/tpu": {"block": 1024}})
+  arrays, _ = prompts(1, 1, 2048, D, dtype, (2048,))
+  with kernels.use("pallas", "tpu"):
+    program = str(jax.make_jaxpr(prompt_attention)(*arrays))
+  assert set(re.findall(r"grid=\(([^)]*)\)", program)) == {
+    f"1, {blocks}, {blocks}"
+  }
 
 
 @pytest.mark.parametrize("devices", [1, 2, 3, 4, 7, 8])
@@ -138,8 +154,10 @@ def test_an_odd_number_of_queries_stays_where_it_is():
     np.testing.assert_allclose(actual[row, :, :length], wanted, atol=1e-5)
 
 
-def test_more_pairs_of_blocks_than_a_table_has_are_declined(monkeypatch):
-  monkeypatch.setattr(tpu, "BLOCK", 128)
+def test_more_pairs_of_blocks_than_a_table_has_are_declined(
+  monkeypatch, chosen
+):
+  chosen({"prompt_attention/tpu": {"block": 128}})
   monkeypatch.setattr(tpu, "PAIRS", 7)
   arrays, _ = prompts(2, 1, 1024, 64, "float32")
   with (

@@ -54,8 +54,8 @@ def test_prompt_attention(name):
     (AttentionOptions(softcap=5.0, scale=0.1), True, "bfloat16", 32),
   ],
 )
-def test_splash_attention(monkeypatch, options, sinks, dtype, W):
-  monkeypatch.setattr(tpu, "BLOCK", 128)
+def test_splash_attention(chosen, options, sinks, dtype, W):
+  chosen({"prompt_attention/tpu": {"block": 128}})
   operands = prompts(4, 2, 147, 64, W, dtype)
   sinks = sinks_of(4) if sinks else None
   run = functools.partial(prompt_attention, options=options, sinks=sinks)
@@ -108,10 +108,9 @@ def test_windows_see_tokens_of_the_devices_before(mesh, window, length):
   ],
 )
 def test_splash_attention_to_tokens_of_the_devices_before(
-  monkeypatch, mesh, length, block, window
+  chosen, mesh, length, block, window
 ):
-  monkeypatch.setattr(tpu, "BLOCK", block)
-  monkeypatch.setattr(neighbors, "BLOCK", block)
+  chosen({"prompt_attention/tpu": {"block": block}})
   operands = prompts(1, 1, length, 64, 64, lengths=(length,))
   options = AttentionOptions(window=window)
   run = functools.partial(prompt_attention, options=options, sinks=sinks_of(1))
@@ -120,13 +119,16 @@ def test_splash_attention_to_tokens_of_the_devices_before(
   assert_prompts(actual, operands, options, sinks_of(1))
 
 
+@pytest.mark.parametrize("block", [512, 1024])
 @pytest.mark.parametrize("own", range(128, 1408, 128))
-def test_what_devices_receive_are_blocks_of_the_kernel(own):
+def test_what_devices_receive_are_blocks_of_the_kernel(chosen, own, block):
+  chosen({"prompt_attention/tpu": {"block": block}})
   for window in (2, 128, 129, 512, 513, 1024):
     before = neighbors.tokens_before(window, 16 * own, 16)
-    assert window - 1 <= before < window - 1 + neighbors.BLOCK
-    # As `tpu.py` has it.
-    assert before % math.gcd(own, min(tpu.BLOCK, own)) == 0
+    assert window - 1 <= before < window - 1 + block
+    # As `tpu.py` has it, for narrow heads and for wide ones.
+    for size in (block, min(block, tpu.WIDE_BLOCK)):
+      assert before % math.gcd(own, min(size, own)) == 0
 
 
 def test_one_device_of_the_axis_attends_alone():

@@ -12,7 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import tpu as pltpu
 
 from kvjax import kernels
-from kvjax.kernels.sketch import gpu_work, leverage_rows, sketch, tpu
+from kvjax.kernels.sketch import leverage_rows, sketch
 from kvjax.kernels.sketch.pieces import pieces
 from kvjax.kernels.sketch.reference import (
   leverage_rows_reference,
@@ -66,10 +66,9 @@ def on(platform):
 
 
 @pytest.fixture(autouse=True)
-def _small_steps(monkeypatch):
+def _small_steps(chosen):
   """Several tiles per chunk, and several per warpgroup."""
-  monkeypatch.setattr(tpu, "_STEP", 1)
-  monkeypatch.setattr(gpu_work, "_BLOCKS", 1)
+  chosen({"sketch/tpu": {"step": 1}, "sketch/gpu": {"blocks": 1}})
 
 
 def inputs(length, dim, columns, dtype):

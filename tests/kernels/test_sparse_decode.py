@@ -11,9 +11,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import tpu as pltpu
 
 from kvjax import kernels
-from kvjax.kernels.attention import merge, warpgroup
+from kvjax.kernels.attention import merge
 from kvjax.kernels.quantized import Quantized, quantize
-from kvjax.kernels.sparse_decode import sparse_decode, tpu
+from kvjax.kernels.sparse_decode import sparse_decode
 from kvjax.kernels.sparse_decode.reference import sparse_decode_reference
 
 B = 2
@@ -126,9 +126,9 @@ def padded_tpu():
 
 
 @pytest.fixture
-def short_chunks(monkeypatch):
+def short_chunks(chosen):
   """Lists of several chunks, of as many copies as are started in a row."""
-  monkeypatch.setattr(tpu, "CHUNK", tpu.UNROLL)
+  chosen({"sparse_decode/tpu": {"chunk": 8, "unroll": 8}})
 
 
 @pytest.mark.parametrize(
@@ -227,8 +227,8 @@ def test_tpu_kernel_reads_the_last_word_of_an_odd_number_of_rows(
   # A list that two blocks of threads share; one of two chunks for one block.
   [((1, 4, 2, 70), 128, True, 8), ((1, 8, 1, 100), 64, False, 1)],
 )
-def test_gpu_kernel(monkeypatch, shape, D, bias, blocks):
-  monkeypatch.setattr(warpgroup, "WARPGROUPS", blocks)
+def test_gpu_kernel(chosen, shape, D, bias, blocks):
+  chosen({"sparse_decode/gpu": {"blocks": blocks}})
   inputs = case(shape, "bfloat16", bias, D=D, T=101)
   with on("gpu"):
     found = jax.jit(read_layer)(*inputs)
