@@ -13,6 +13,7 @@ from kvjax.activations import Activations
 from kvjax.cache.base import Arrange, Index, Layer
 from kvjax.cache.index import LayerIndex
 from kvjax.cache.layers import LayerCache, attend_partially
+from kvjax.cache.ranked import attend_to_ranked
 from kvjax.cache.retrieve import (
   broadcast_budget,
   index_all,
@@ -28,7 +29,7 @@ from kvjax.kernels.attention import AttentionOptions, Partial, merge, with_sinks
 from kvjax.kernels.select import slots_to_mask
 from kvjax.kernels.sparse_decode import sparse_decode
 from kvjax.placement import to_host
-from kvjax.retrieval.base import Retrieval, Selection, Store
+from kvjax.retrieval.base import KeyBudget, Retrieval, Selection, Store
 from kvjax.struct import replace, static, struct
 
 
@@ -305,6 +306,19 @@ class SparseLayer(Layer):
     options: AttentionOptions,
   ) -> tuple[LayerIndex, Partial]:
     """Retrieves for a token and attends to the keys, without an axis S."""
+    if rows.on_host:
+      ranked = attend_to_ranked(
+        self.retrieval,
+        index,
+        queries,
+        positions >= 0,
+        self._store(positions),
+        rows,
+        self._budget,
+        options,
+      )
+      if ranked is not None:
+        return ranked
     # Methods scale logits by D^-1/2; `sparse_decode` applies the layer's own
     # scale, so only the former get rescaled queries.
     index, selection = self._retrieve(
@@ -379,8 +393,13 @@ class SparseLayer(Layer):
       positions >= 0,
       self._store(positions),
       rows,
-      broadcast_budget(self.count, kv_heads, self.most),
+      self._budget,
     )
+
+  @property
+  def _budget(self) -> KeyBudget:
+    kv_heads = self.stored.positions.shape[1]
+    return broadcast_budget(self.count, kv_heads, self.most)
 
   def _store(self, positions: Int[Array, " B"]) -> Store:
     """The stored tokens, and the resident ones that will be stored later.

@@ -101,6 +101,22 @@ class Candidates:
 
 
 @struct
+class Ranking:
+  """What a method does with candidates that it only ranks.
+
+  They are ranked as by `max_weights`, the maximum over the heads of the softmax
+  of their logits.
+
+  Attributes:
+    attended: how many of the best a token attends to; None for all candidates.
+    listed: how many of the best the update names; None if it names none.
+  """
+
+  attended: KeyBudget | None
+  listed: KeyBudget | None
+
+
+@struct
 class Store:
   """The stored keys of one KV head.
 
@@ -309,6 +325,39 @@ class Retrieval(abc.ABC):
     Returns:
       The selection, and an update for `update_index`.
     """
+
+  def ranking(
+    self, index: PyTree[Array], budget: KeyBudget
+  ) -> Ranking | None:
+    """Returns what `retrieve` does with the candidates, if it only ranks them.
+
+    If stored keys are on the host, it then ranks and attends there, and calls
+    `update_of` in place of `retrieve`. By default, `retrieve` always runs, on
+    the device.
+
+    Args:
+      index: as for `retrieve`.
+      budget: as for `retrieve`.
+    """
+    del index, budget
+    return None
+
+  def update_of(
+    self,
+    index: PyTree[Array],
+    queries: Float[Array, "G D"],
+    listed: Int[Array, " R"] | None,
+  ) -> PyTree[Array]:
+    """Returns the update that `retrieve` returns with these listed candidates.
+
+    Only called if there is a `ranking`.
+
+    Args:
+      index: as for `retrieve`.
+      queries: as for `retrieve`.
+      listed: slots of the best candidates, ascending, then -1.
+    """
+    raise NotImplementedError(f"{type(self).__name__} ranks no candidates.")
 
   def update_index(
     self,
