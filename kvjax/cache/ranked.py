@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from kvjax.cache.index import LayerIndex
+from kvjax.cache.retrieve import group_queries
 from kvjax.cache.rows import Rows
 from kvjax.kernels.attention import AttentionOptions, Partial
 from kvjax.kernels.sparse_decode.ranked import Best, ranked_decode_host
@@ -43,8 +44,7 @@ def attend_to_ranked(
     return None
   batch, kv_heads = store.valid.shape[:2]
   # As for `retrieve`: methods scale logits by D^-1/2.
-  grouped = options.rescale(queries).astype(jnp.float32)
-  grouped = grouped.reshape(batch, kv_heads, -1, queries.shape[-1])
+  grouped = group_queries(options.rescale(queries), kv_heads)
   with jax.default_matmul_precision("highest"):
     candidates = jax.vmap(jax.vmap(retrieval.candidates))(
       arrays, grouped, store

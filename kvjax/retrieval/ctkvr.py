@@ -22,10 +22,8 @@ from kvjax.retrieval.base import (
   Retrieval,
   Selection,
   Store,
-  max_attention,
-  max_weights,
-  scaled_logits,
 )
+from kvjax.retrieval.weights import max_attention, max_weights, scaled_logits
 from kvjax.selection import exact_share, floor_share
 from kvjax.struct import replace, struct
 
@@ -260,6 +258,7 @@ class CTkvr(Retrieval):
     if not self.update:
       return None
     direction, slots = update
+    assert slots is not None
     oldest = index.oldest
     # Beyond the end, where nothing is written.
     place = jnp.where(real, oldest, index.slots.shape[0])
