@@ -132,8 +132,8 @@ def _rank(
   logits = jnp.einsum("bkgd,bkud->bkgu", grouped, keys) * dim**-0.5
   valid = candidates >= 0
   weights = _max_weights(logits, valid, empty)
-  # NaN is never ranked. Other weights are not negative, so that their bits have
-  # their order, also where the host flushes small weights to zero.
+  # NaN is never ranked. Other weights are not negative, so that their bits are
+  # in their order.
   ranked = valid & (weights >= 0)
   bits = jax.lax.bitcast_convert_type(weights, jnp.int32)
   # Stable, so that the lower slot wins among equal weights.
