@@ -98,8 +98,10 @@ def measure(subject: Subject) -> Findings:
     kvjax.get_plan("ctkvr", reads),
   )
   layer, layers = _sparse_layer(cache)
+  del cache
   columns = []
-  for modules in (on_device(token_of(layer)), offloaded(token_of(layer))):
+  for modules_of in (on_device, offloaded):
+    modules = modules_of(token_of(layer))
     columns.append(
       {
         name: timing.median_seconds(run, _ROUNDS)
@@ -193,6 +195,7 @@ def offloaded(token: Token) -> Modules:
     ranking = jax.vmap(jax.vmap(retrieval.ranking))(
       token.layer.index, token.budget
     )
+    assert ranking is not None
     return attend_to_best(
       ranking,
       token.queries,
