@@ -329,9 +329,9 @@ class Retrieval(abc.ABC):
   def ranking(self, index: PyTree[Array], budget: KeyBudget) -> Ranking | None:
     """Returns what `retrieve` does with the candidates, if it only ranks them.
 
-    If stored keys are on the host, it then ranks and attends there, and calls
-    `update_of` in place of `retrieve`. By default, `retrieve` always runs, on
-    the device.
+    Where stored keys are in host memory, the host then ranks the candidates and
+    attends to the best, and `update_of` is called in place of `retrieve`. With
+    None, the default, the device always runs `retrieve`.
 
     Args:
       index: as for `retrieve`.
