@@ -2,8 +2,8 @@
 
 A host has far more memory than its accelerators. Stored keys and values can
 stay there, in the memory kind `pinned_host`. Inside the compiled program, the
-host compares some of them with a token's queries and attends to the few that
-the token reads; see `kvjax.kernels.host`. Where the device needs rows
+host ranks some of them by a token's queries and attends to the few that the
+token reads; see `kvjax.kernels.host`. Where the device needs rows
 themselves, the host gathers them.
 """
 

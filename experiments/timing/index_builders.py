@@ -22,8 +22,9 @@ from kvjax.retrieval import (
   Retrieval,
   Store,
 )
-from kvjax.retrieval.base import Candidates, scaled_logits
+from kvjax.retrieval.base import Candidates
 from kvjax.retrieval.clusters import Clusters
+from kvjax.retrieval.weights import scaled_logits
 from kvjax.struct import replace, struct
 
 KEY_CENTERS = 64

@@ -59,8 +59,8 @@ _LEGEND = f"""\
 - arguments: weights, tokens and caches in HBM; host: the part of these, and of
   results, in the host's memory.
 - overlap: fusions and kernels, of all layers, that the device runs while the
-  host compares a token's queries with keys and attends to those it retrieves;
-  XLA's scheduler for the chip decides.
+  host ranks keys by a token's queries and attends to the best of them; XLA's
+  scheduler for the chip decides.
 - HBM %: arguments, temporary and new results, as a share of the device's HBM.
 - moved: bytes that instructions and kernels read from HBM and write to it; for
   decoding, per token, without the work before the first token. Loops count as

@@ -13,8 +13,9 @@ from kvjax.cache.heads import heads_of
 from kvjax.cache.index import LayerIndex
 from kvjax.cache.rows import Rows
 from kvjax.cache.splitting import Split
-from kvjax.kernels.attention import Partial
+from kvjax.kernels.attention import AttentionOptions, Partial
 from kvjax.kernels.dispatch import on_mesh
+from kvjax.kernels.sparse_decode import sparse_decode
 from kvjax.retrieval.base import (
   Candidates,
   KeyBudget,
@@ -105,7 +106,7 @@ def retrieve_on_mesh[Sparse](
 def retrieve_all(
   retrieval: Retrieval,
   index: LayerIndex,
-  queries: Float[Array, "B K G D"],
+  queries: Float[Array, "B N D"],
   real: Bool[Array, " B"],
   store: Store,
   rows: Rows,
@@ -116,7 +117,7 @@ def retrieve_all(
   Args:
     retrieval: the method.
     index: the index before the token.
-    queries: float32 queries of the token.
+    queries: queries of the token, scaled as by `rescale_queries`.
     real: false for padding.
     store: the stored tokens of every head, without keys.
     rows: the stored keys and values.
@@ -127,12 +128,13 @@ def retrieve_all(
   """
   batch, kv_heads = store.valid.shape[:2]
   real = jnp.broadcast_to(real[:, None], (batch, kv_heads))
+  grouped = group_queries(queries, kv_heads)
 
   def retrieve_with(
     store: Store,
   ) -> tuple[Selection, PyTree[Array]]:
     return jax.vmap(jax.vmap(functools.partial(_retrieve_head, retrieval)))(
-      arrays, queries, store, budget
+      arrays, grouped, store, budget
     )
 
   arrays = index.read()
@@ -140,14 +142,45 @@ def retrieve_all(
     if retrieval.key_access == "all":
       retrieved = retrieve_with(replace(store, keys=rows.copy_keys()))
     elif retrieval.key_access == "candidates":
-      slots = jax.vmap(jax.vmap(retrieval.candidates))(arrays, queries, store)
-      candidates = Candidates(slots, rows.logits(slots, queries))
+      slots = jax.vmap(jax.vmap(retrieval.candidates))(arrays, grouped, store)
+      candidates = Candidates(slots, rows.logits(slots, grouped))
       retrieved = retrieve_with(replace(store, candidates=candidates))
     else:
       retrieved = retrieve_with(store)
     selection, update = retrieved
     changes = jax.vmap(jax.vmap(retrieval.update_index))(arrays, update, real)
   return index.write(changes, selection.slots), selection
+
+
+def attend_to_selection(
+  queries: Float[Array, "B N D"],
+  rows: Rows,
+  selection: Selection,
+  options: AttentionOptions,
+) -> Partial:
+  """Attends to the selected keys, with one query per head.
+
+  Args:
+    queries: queries of the token, as they are without `rescale_queries`.
+    rows: the stored keys and values.
+    selection: what each KV head retrieves.
+    options: scale and softcap of the layer.
+  """
+  batch, kv_heads, lists, length = selection.slots.shape
+  # J is 1 or G, so this is one list per KV head or per query head.
+  slots = selection.slots.reshape(batch, kv_heads * lists, length)
+  bias = selection.bias
+  if bias is not None:
+    bias = bias.reshape(batch, -1, length)
+  return sparse_decode(
+    queries,
+    rows.keys,
+    rows.values,
+    slots,
+    bias,
+    options=options,
+    layer=rows.layer,
+  )
 
 
 def _retrieve_head(
@@ -189,6 +222,14 @@ def broadcast_budget(
   """
   shape = (num_keys.shape[0], kv_heads)
   return KeyBudget(jnp.broadcast_to(num_keys[:, None], shape), max_keys)
+
+
+def group_queries(
+  queries: Float[Array, "B N D"], kv_heads: int
+) -> Float[Array, "B K G D"]:
+  """Groups queries by KV head, in float32."""
+  grouped = queries.reshape(len(queries), kv_heads, -1, queries.shape[-1])
+  return grouped.astype(jnp.float32)
 
 
 def rescale_queries(activations: Activations) -> Activations:

@@ -8,7 +8,7 @@ from kvjax.kernels.dispatch import target_platform
 from kvjax.kernels.host import is_on_host, run_on_host
 from kvjax.kernels.stacks import Layer, as_stack, gather_slots, index_stack
 from kvjax.placement import gather_rows
-from kvjax.retrieval.base import scaled_logits
+from kvjax.retrieval.weights import scaled_logits
 from kvjax.struct import struct
 
 # Keys of a list that are multiplied at once.

@@ -13,7 +13,9 @@ from kvjax.activations import Activations
 from kvjax.cache.base import Arrange, Index, Layer
 from kvjax.cache.index import LayerIndex
 from kvjax.cache.layers import LayerCache, attend_partially
+from kvjax.cache.ranked import attend_to_ranked
 from kvjax.cache.retrieve import (
+  attend_to_selection,
   broadcast_budget,
   index_all,
   rescale_queries,
@@ -26,9 +28,8 @@ from kvjax.cache.splitting import split_tokens
 from kvjax.errors import InputError
 from kvjax.kernels.attention import AttentionOptions, Partial, merge, with_sinks
 from kvjax.kernels.select import slots_to_mask
-from kvjax.kernels.sparse_decode import sparse_decode
 from kvjax.placement import to_host
-from kvjax.retrieval.base import Retrieval, Selection, Store
+from kvjax.retrieval.base import KeyBudget, Retrieval, Selection, Store
 from kvjax.struct import replace, static, struct
 
 
@@ -305,26 +306,25 @@ class SparseLayer(Layer):
     options: AttentionOptions,
   ) -> tuple[LayerIndex, Partial]:
     """Retrieves for a token and attends to the keys, without an axis S."""
+    if rows.on_host:
+      ranked = attend_to_ranked(
+        self.retrieval,
+        index,
+        queries,
+        positions >= 0,
+        self._store(positions),
+        rows,
+        self._budget,
+        options,
+      )
+      if ranked is not None:
+        return ranked
     # Methods scale logits by D^-1/2; `sparse_decode` applies the layer's own
     # scale, so only the former get rescaled queries.
     index, selection = self._retrieve(
       index, options.rescale(queries), positions, rows
     )
-    batch, kv_heads, lists, length = selection.slots.shape
-    # J is 1 or G, so this is one list per KV head or per query head.
-    slots = selection.slots.reshape(batch, kv_heads * lists, length)
-    bias = selection.bias
-    if bias is not None:
-      bias = bias.reshape(bias.shape[0], -1, bias.shape[-1])
-    return index, sparse_decode(
-      queries,
-      rows.keys,
-      rows.values,
-      slots,
-      bias,
-      options=options,
-      layer=rows.layer,
-    )
+    return index, attend_to_selection(queries, rows, selection, options)
 
   def _count_retrieved(self, activations: Activations) -> Int[Array, "B K"]:
     """Number of slots that the last token of each prompt retrieves."""
@@ -370,17 +370,20 @@ class SparseLayer(Layer):
     positions: Int[Array, " B"],
     rows: Rows,
   ) -> tuple[LayerIndex, Selection]:
-    batch, kv_heads = self.stored.positions.shape[:2]
-    grouped = queries.reshape(batch, kv_heads, -1, queries.shape[-1])
     return retrieve_all(
       self.retrieval,
       index,
-      grouped.astype(jnp.float32),
+      queries,
       positions >= 0,
       self._store(positions),
       rows,
-      broadcast_budget(self.count, kv_heads, self.most),
+      self._budget,
     )
+
+  @property
+  def _budget(self) -> KeyBudget:
+    kv_heads = self.stored.positions.shape[1]
+    return broadcast_budget(self.count, kv_heads, self.most)
 
   def _store(self, positions: Int[Array, " B"]) -> Store:
     """The stored tokens, and the resident ones that will be stored later.

@@ -4,6 +4,7 @@ from kvjax.retrieval.base import Candidates as Candidates
 from kvjax.retrieval.base import Entry as Entry
 from kvjax.retrieval.base import KeyBudget as KeyBudget
 from kvjax.retrieval.base import Prompt as Prompt
+from kvjax.retrieval.base import Ranking as Ranking
 from kvjax.retrieval.base import Retrieval as Retrieval
 from kvjax.retrieval.base import Selection as Selection
 from kvjax.retrieval.base import Store as Store

@@ -101,6 +101,22 @@ class Candidates:
 
 
 @struct
+class Ranking:
+  """What a method does with candidates that it only ranks.
+
+  They are ranked by `kvjax.retrieval.weights.max_weights`: the maximum over the
+  heads of the softmax of their logits.
+
+  Attributes:
+    attended: how many of the best a token attends to; None for all candidates.
+    listed: how many of the best the update names; None if it names none.
+  """
+
+  attended: KeyBudget | None
+  listed: KeyBudget | None
+
+
+@struct
 class Store:
   """The stored keys of one KV head.
 
@@ -310,6 +326,37 @@ class Retrieval(abc.ABC):
       The selection, and an update for `update_index`.
     """
 
+  def ranking(self, index: PyTree[Array], budget: KeyBudget) -> Ranking | None:
+    """Returns what `retrieve` does with the candidates, if it only ranks them.
+
+    Where stored keys are in host memory, the host then ranks the candidates and
+    attends to the best, and `update_of` is called in place of `retrieve`. With
+    None, the default, the device always runs `retrieve`.
+
+    Args:
+      index: as for `retrieve`.
+      budget: as for `retrieve`.
+    """
+    del index, budget
+    return None
+
+  def update_of(
+    self,
+    index: PyTree[Array],
+    queries: Float[Array, "G D"],
+    listed: Int[Array, " R"] | None,
+  ) -> PyTree[Array]:
+    """Returns the update that `retrieve` returns with these listed candidates.
+
+    Only called if there is a `ranking`.
+
+    Args:
+      index: as for `retrieve`.
+      queries: as for `retrieve`.
+      listed: slots of the best candidates, ascending, then -1.
+    """
+    raise NotImplementedError(f"{type(self).__name__} ranks no candidates.")
+
   def update_index(
     self,
     index: PyTree[Array],
@@ -342,35 +389,3 @@ def best_slots(
   most = min(budget.max_keys, scores.shape[-1])
   scores = jnp.where(valid, scores, -jnp.inf)
   return largest(scores, budget.num_keys, most)
-
-
-def max_attention(
-  queries: Float[Array, "G D"],
-  keys: Float[Array, "T D"],
-  visible: Bool[Array, " T"],
-) -> Float[Array, " T"]:
-  """Maximum attention weight of each key over the heads; -inf if not visible.
-
-  The weights are those of `max_weights` for `scaled_logits`.
-  """
-  return max_weights(scaled_logits(queries, keys), visible)
-
-
-def scaled_logits(
-  queries: Float[Array, "*B G D"], keys: Float[Array, "*B T D"]
-) -> Float[Array, "*B G T"]:
-  """Products of queries and keys, times D^-1/2."""
-  scale: float = queries.shape[-1] ** -0.5
-  return jnp.einsum("...gd,...td->...gt", queries, keys) * scale
-
-
-def max_weights(
-  logits: Float[Array, "G T"], visible: Bool[Array, " T"]
-) -> Float[Array, " T"]:
-  """Maximum weight of each key over the heads; -inf if it is not visible.
-
-  The weights are the softmax of the logits over the visible keys.
-  """
-  # Before the maximum: heads are only comparable as weights, not as logits.
-  weights = jax.nn.softmax(logits, axis=-1, where=visible)
-  return jnp.where(visible, jnp.max(weights, axis=0), -jnp.inf)

@@ -18,13 +18,12 @@ from kvjax.retrieval.base import (
   KeyAccess,
   KeyBudget,
   Prompt,
+  Ranking,
   Retrieval,
   Selection,
   Store,
-  max_attention,
-  max_weights,
-  scaled_logits,
 )
+from kvjax.retrieval.weights import max_attention, max_weights, scaled_logits
 from kvjax.selection import exact_share, floor_share
 from kvjax.struct import replace, struct
 
@@ -204,7 +203,7 @@ class CTkvr(Retrieval):
     queries: Float[Array, "G D"],
     store: Store,
     budget: KeyBudget,
-  ) -> tuple[Selection, tuple[Float[Array, "G D"], Int[Array, " R"]]]:
+  ) -> tuple[Selection, tuple[Float[Array, "G D"], Int[Array, " R"] | None]]:
     """Reranks the recalled keys; the update is a centroid and its list."""
     assert store.candidates is not None
     recalled, logits = store.candidates.slots, store.candidates.logits
@@ -230,22 +229,36 @@ class CTkvr(Retrieval):
       # The new centroid also lists resident keys, which will be stored later.
       # The slots above are read now and must not contain them.
       scores = max_weights(logits, numbers >= 0)
-    update = select(numbers, self._list_length(budget), index.slots.shape[-1])
-    return Selection(slots[None]), (
-      unit(queries).astype(index.centroids.dtype),
-      update,
+    listed = select(numbers, self._list_length(budget), index.slots.shape[-1])
+    return Selection(slots[None]), self.update_of(index, queries, listed)
+
+  def ranking(self, index: Lists, budget: KeyBudget) -> Ranking:
+    """Reads the best of the recalled keys, and lists more of them."""
+    listed = KeyBudget(self._list_length(budget), index.slots.shape[-1])
+    return Ranking(
+      budget if self.rerank else None, listed if self.update else None
     )
+
+  def update_of(
+    self,
+    index: Lists,
+    queries: Float[Array, "G D"],
+    listed: Int[Array, " R"] | None,
+  ) -> tuple[Float[Array, "G D"], Int[Array, " R"] | None]:
+    """Makes a centroid of the queries, with its list."""
+    return unit(queries).astype(index.centroids.dtype), listed
 
   def update_index(
     self,
     index: Lists,
-    update: tuple[Float[Array, "G D"], Int[Array, " R"]],
+    update: tuple[Float[Array, "G D"], Int[Array, " R"] | None],
     real: Bool[Array, ""],
   ) -> Any:
     """Replaces the oldest centroid by the new one."""
     if not self.update:
       return None
     direction, slots = update
+    assert slots is not None
     oldest = index.oldest
     # Beyond the end, where nothing is written.
     place = jnp.where(real, oldest, index.slots.shape[0])

@@ -12,8 +12,8 @@ from kvjax.retrieval.base import (
   Selection,
   Store,
   best_slots,
-  max_attention,
 )
+from kvjax.retrieval.weights import max_attention
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,9 +13,9 @@ from kvjax.retrieval.base import (
   Prompt,
   Selection,
   Store,
-  max_attention,
 )
 from kvjax.retrieval.quest import Paged
+from kvjax.retrieval.weights import max_attention
 from kvjax.struct import struct
 
 

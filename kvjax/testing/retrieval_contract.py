@@ -65,6 +65,7 @@ def check_retrieval(retrieval: Retrieval) -> None:
   )
   assert layer is not None
   _check_retrieval(retrieval, layer)
+  _check_ranking(retrieval, layer)
   _check_caches(retrieval, layer)
 
 
@@ -163,6 +164,45 @@ def _check_retrieval(retrieval: Retrieval, layer: int) -> None:
   require(
     _check_slots(name, cache, eager) == slots,
     f"{name} must retrieve the same compiled or not; it does not.",
+  )
+
+
+def _check_ranking(retrieval: Retrieval, layer: int) -> None:
+  """Checks that the host ranks candidates as the device does."""
+  if retrieval.key_access != "candidates" or retrieval.ring_size:
+    return
+  name, lengths = type(retrieval).__name__, _lengths(retrieval)
+  one, other = (
+    checks.all_activations(s, lengths, max(lengths)) for s in (0, 7)
+  )
+  token = Activations(
+    queries=other.queries[:, :, :1],
+    keys=other.keys[:, :, :1],
+    values=other.values[:, :, :1],
+    positions=jnp.asarray(lengths, jnp.int32)[:, None],
+  )
+  here = jax.jit(_index, static_argnums=0)(
+    retrieval, jnp.int32(layer), one, jnp.asarray(lengths, jnp.int32)
+  )
+  offloading = dataclasses.replace(retrieval, offload=True)
+  there = dataclasses.replace(here, retrieval=offloading).offload()
+  attend = jax.jit(SparseLayer.attend)
+  with explain(f"{name} fails to rank candidates on the host"):
+    (expected, after), (output, own) = (
+      attend(cache, token) for cache in (here, there)
+    )
+  close = [
+    np.allclose(x, y, rtol=1e-4, atol=1e-4)
+    for x, y in zip(
+      jax.tree.leaves((output, own.index)),
+      jax.tree.leaves((expected, after.index)),
+      strict=True,
+    )
+  ]
+  require(
+    all(close),
+    f"With offload=true, {name} must read and learn what it does without; make "
+    "`ranking` and `update_of` say what `retrieve` does.",
   )
 
 

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 import kvjax
-from kvjax.retrieval import Flat, Selection
+from kvjax.retrieval import CTkvr, Flat, Selection
 from kvjax.testing import check_retrieval
 
 
@@ -48,7 +48,23 @@ class Growing(Reading):
     return jnp.concatenate([index, index])
 
 
+@dataclasses.dataclass(frozen=True)
+class RankingOthers(CTkvr):
+  def ranking(self, index, budget):
+    fewer = dataclasses.replace(budget, num_keys=budget.num_keys - 1)
+    return dataclasses.replace(super().ranking(index, budget), attended=fewer)
+
+
+@dataclasses.dataclass(frozen=True)
+class LearningOthers(CTkvr):
+  def update_of(self, index, queries, listed):
+    direction, listed = super().update_of(index, queries, listed)
+    return direction, jnp.where(self.offload, -1, listed)
+
+
 NOT_RETRIEVING = {
+  "ranks otherwise": (RankingOthers(local=8), "make `ranking` and `update_of`"),
+  "learns otherwise": (LearningOthers(local=8), "With offload=true"),
   "out of range": (BeyondTheStore(), "retrieves slot .* that are stored"),
   "twice": (Twice(), "once in a list"),
   "empty": (EmptyReads(), "holds no token"),

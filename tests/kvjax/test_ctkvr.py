@@ -15,7 +15,7 @@ from kvjax.cache.sparse import SparseLayer
 from kvjax.errors import InputError
 from kvjax.kernels.attention import attention
 from kvjax.retrieval import CTkvr, ctkvr
-from kvjax.retrieval.base import max_attention
+from kvjax.retrieval.weights import max_attention
 from kvjax.testing import random_activations
 
 LENGTHS = [96, 61, 40, 13]

@@ -19,7 +19,7 @@ from kvjax.placement import nbytes_by_memory
 from kvjax.registry.names import get_retrieval
 from kvjax.registry.registry import RETRIEVALS
 from kvjax.retrieval import Candidates, KeyBudget, Store
-from kvjax.retrieval.base import scaled_logits
+from kvjax.retrieval.weights import scaled_logits
 from kvjax.testing import (
   TinyModel,
   layer_positions,

@@ -1,0 +1,100 @@
+"""Retrieval by a ranking that the host makes, where the stored keys are."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax.cache.index import LayerIndex
+from kvjax.cache.retrieve import group_queries
+from kvjax.cache.rows import Rows
+from kvjax.kernels.attention import AttentionOptions, Partial
+from kvjax.kernels.sparse_decode.ranked import Best, ranked_decode_host
+from kvjax.retrieval.base import KeyBudget, Ranking, Retrieval, Store
+
+
+def attend_to_ranked(
+  retrieval: Retrieval,
+  index: LayerIndex,
+  queries: Float[Array, "B N D"],
+  real: Bool[Array, " B"],
+  store: Store,
+  rows: Rows,
+  budget: KeyBudget,
+  options: AttentionOptions,
+) -> tuple[LayerIndex, Partial] | None:
+  """Attends to the candidates that the host ranks best, for a token per row.
+
+  Args:
+    retrieval: the method.
+    index: the index before the token.
+    queries: queries of the token.
+    real: false for padding.
+    store: the stored tokens of every head, without keys.
+    rows: the stored keys and values, on the host.
+    budget: how many keys each head retrieves.
+    options: scale and softcap of the layer.
+
+  Returns:
+    The index after the token, and the attention; None if the method does not
+    only rank.
+  """
+  arrays = index.read()
+  kv_heads = store.valid.shape[1]
+  # As for `retrieve`: methods scale logits by D^-1/2.
+  grouped = group_queries(options.rescale(queries), kv_heads)
+  ranking = jax.vmap(jax.vmap(retrieval.ranking))(arrays, budget)
+  if ranking is None:
+    return None
+  with jax.default_matmul_precision("highest"):
+    candidates = jax.vmap(jax.vmap(retrieval.candidates))(
+      arrays, grouped, store
+    )
+  partial, listed = attend_to_best(
+    ranking, queries, candidates, store, rows, budget, options
+  )
+  update = jax.vmap(jax.vmap(retrieval.update_of))(arrays, grouped, listed)
+  real = jnp.broadcast_to(real[:, None], (len(real), kv_heads))
+  changes = jax.vmap(jax.vmap(retrieval.update_index))(arrays, update, real)
+  return index.write(changes, candidates[:, :, None]), partial
+
+
+def attend_to_best(
+  ranking: Ranking,
+  queries: Float[Array, "B N D"],
+  candidates: Int[Array, "B K U"],
+  store: Store,
+  rows: Rows,
+  budget: KeyBudget,
+  options: AttentionOptions,
+) -> tuple[Partial, Int[Array, "B K R"] | None]:
+  """Lets the host rank candidates and attend to the best of them.
+
+  Args:
+    ranking: what each head does with them.
+    queries: as for `attend_to_ranked`.
+    candidates: slots to rank, ascending and unique, then -1.
+    store: as for `attend_to_ranked`.
+    rows: as for `attend_to_ranked`.
+    budget: as for `attend_to_ranked`.
+    options: as for `attend_to_ranked`.
+
+  Returns:
+    The attention, and the candidates that the update lists.
+  """
+  # A row that may read all of its stored keys does so; they are the first ones.
+  stored = jnp.sum(store.valid.astype(jnp.int32), axis=-1)
+  return ranked_decode_host(
+    queries,
+    rows.keys,
+    rows.values,
+    candidates,
+    jnp.where(stored <= budget.num_keys, stored, -1),
+    _best(ranking.attended),
+    _best(ranking.listed),
+    options,
+    rows.layer,
+  )
+
+
+def _best(budget: KeyBudget | None) -> Best | None:
+  return None if budget is None else Best(budget.num_keys, budget.max_keys)
