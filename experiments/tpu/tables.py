@@ -74,7 +74,8 @@ _LEGEND = f"""\
   two rows of bfloat16 or four of int8. Of experts, a token needs the few that
   it is sent to, but XLA's program for groups of rows (`ragged_dot`) reads them
   all, on some chips several times; of a layer with a window, it needs the ring.
-- at best µs: the ideal at the full bandwidth of HBM.
+- at best µs: the ideal at the full bandwidth of HBM. `sparse_decode` takes
+  longer to start its copies: see [Performance](performance.md).
 """
 
 
