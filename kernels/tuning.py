@@ -32,7 +32,9 @@ def use_table(table: Table) -> Iterator[None]:
   A value that it lacks for a kind of device is that of the package.
 
   Args:
-    table: values by kind of device, kernel and option.
+    table: values by kind of device, kernel and option, which are among the
+      candidates of `kvjax.kernels.specs.all_choices`: others are not checked,
+      and may give wrong results.
 
   Raises:
     ValueError: a kernel has no such option.

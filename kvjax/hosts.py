@@ -4,6 +4,8 @@ Every host calls the same functions with the same values, and has its part of
 the arrays. What a host decides by must be whole on all of them.
 """
 
+import os
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -60,22 +62,39 @@ def read(tree: PyTree) -> Any:
   return jax.device_get(jax.tree.map(_whole, tree))
 
 
-def of_first(name: str) -> str:
-  """Returns the first host's name of a file; all hosts must call this.
+def from_first(act: Callable[[], str]) -> str:
+  """Calls a function on the first host; returns its text on all hosts.
+
+  All of them must call this, and wait for the first one.
 
   Args:
-    name: of at most 255 bytes; what other hosts pass does not matter.
+    act: returns a name of a file, which is not empty.
+
+  Raises:
+    OSError: on the other hosts, if the function raises an error on the first
+      one, which raises that error.
 
   Examples:
-    >>> from kvjax.hosts import of_first
-    >>> of_first("arrays")
+    >>> from kvjax.hosts import from_first
+    >>> from_first(lambda: "arrays")
     'arrays'
   """
   if jax.process_count() == 1:
-    return name
-  padded = np.frombuffer(name.encode().ljust(_NAME, b"\0"), np.uint8)
+    return act()
+  name, failure = b"", None
+  if jax.process_index() == 0:
+    try:
+      name = os.fsencode(act())
+    except BaseException as error:
+      failure = error
+  padded = np.frombuffer(name.ljust(_NAME, b"\0"), np.uint8)
   received = np.asarray(multihost_utils.broadcast_one_to_all(padded))
-  return received.tobytes().rstrip(b"\0").decode()
+  if failure is not None:
+    raise failure
+  name = received.tobytes().rstrip(b"\0")
+  if not name:
+    raise OSError("the first host cannot write there")
+  return os.fsdecode(name)
 
 
 def _whole(leaf: Any) -> Any:

@@ -52,7 +52,8 @@ def write_checkpoint(params: nnx.State, directory: pathlib.Path) -> None:
   try:
     with without_log(), context:
       ocp.save(path, nnx.to_pure_dict(params))
-  except ValueError as error:  # Of tensorstore, if a disk is full.
+  # Of tensorstore, if a disk is full; of hosts that wait for one that failed.
+  except (ValueError, jax.errors.JaxRuntimeError) as error:
     raise OSError(files.reason(error)) from error
 
 

@@ -1,11 +1,12 @@
 """Loading of models, and saving in the layout of Hugging Face directories."""
 
+import contextlib
 import dataclasses
 import os
 import pathlib
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ from flax import nnx
 from kvjax import files
 from kvjax.engine.sampling import GREEDY, Sampling
 from kvjax.errors import InputError
-from kvjax.hosts import of_first, spread
+from kvjax.hosts import from_first, spread
 from kvjax.models.chat import Chat, as_budget
 from kvjax.models.config import DecoderConfig
 from kvjax.models.decoder import Decoder
@@ -188,10 +189,10 @@ def save(
   config.json last, so that what is half moved is no model. Existing files with
   these names, and old weights in any format, are replaced; other files stay.
 
-  If weights are spread over several hosts, all of them must call it, and the
-  first one writes. In a program on several hosts, all must call it for a
-  checkpoint of orbax in any case, with a directory that they share: each writes
-  its parts of the weights, and the first one all else.
+  If weights are spread over several hosts, all of them must call it; the first
+  one writes, and the others wait for it. In a program on several hosts, all
+  must call it for a checkpoint of orbax in any case, with a directory that they
+  share: each then writes its parts of the weights.
 
   Args:
     pretrained: the model; weights keep their dtype.
@@ -234,63 +235,72 @@ def _save(
   max_shard_bytes: int,
   format: str,
 ) -> None:
-  together = spread(pretrained.params) or format == "orbax"
-  if together and jax.process_index() > 0:
-    _take_part(pretrained, directory, max_shard_bytes, format)
-    return
-  try:
-    directory.mkdir(parents=True, exist_ok=True)
-    # On the same file system, where moving a file is a rename.
-    temporary = tempfile.TemporaryDirectory(
-      prefix=f"{directory.name}.", dir=directory.parent
-    )
-  except OSError:
-    if together:  # The other hosts wait for this one.
-      _take_part(pretrained, directory, max_shard_bytes, format)
-    raise
-  with temporary as scratch:
-    complete = pathlib.Path(scratch)
-    if format == "orbax":
-      of_first(complete.name)
-      write_checkpoint(pretrained.params, complete)
-    else:
-      write_weights(
-        pretrained.params, pretrained.config, complete, max_shard_bytes
+  params = pretrained.params
+  failure: InputError | OSError | None = None
+  together = spread(params) or format == "orbax"
+  first = from_first if together else _call
+  with contextlib.ExitStack() as stack:
+
+    def begin() -> str:
+      directory.mkdir(parents=True, exist_ok=True)
+      # On the same file system, where moving a file is a rename.
+      made = tempfile.TemporaryDirectory(
+        prefix=f"{directory.name}.", dir=directory.parent
       )
-    if pretrained.tokenizer is not None:
-      pretrained.tokenizer.save(complete)
-    write_json(complete / _CONFIG, _config_fields(pretrained))
-    write_json(
-      complete / "generation_config.json",
-      dict(pretrained.generation) | _token_ids(pretrained),
-    )
-    # An old config.json must not describe new weights.
-    (directory / _CONFIG).unlink(missing_ok=True)
-    # Readers prefer a single file to an index, both to a checkpoint, and
-    # chat_template.jinja to the tokenizer's: what an earlier save has left
-    # would win.
-    old = [path.name for path in directory.glob("model*.safetensors*")]
-    for name in (*old, CHECKPOINT, "chat_template.jinja"):
-      _remove(directory / name)
-    new = {path.name for path in complete.iterdir()}
-    for name in sorted(new, key=lambda name: name == _CONFIG):
-      (complete / name).replace(directory / name)
+      return pathlib.Path(stack.enter_context(made)).name
+
+    scratch = directory.parent / first(begin)
+    try:
+      if format == "orbax":
+        write_checkpoint(params, scratch)
+      else:
+        writes = not together or jax.process_index() == 0
+        place = scratch if writes else None
+        write_weights(params, pretrained.config, place, max_shard_bytes)
+    except (InputError, OSError) as error:
+      failure = error
+
+    def finish() -> str:
+      # Here, as the other hosts wait for it.
+      if failure is not None:
+        raise failure
+      _describe(pretrained, scratch)
+      _move(scratch, directory)
+      return _CONFIG
+
+    first(finish)
+  if failure is not None:
+    raise failure
 
 
-def _take_part(
-  pretrained: Pretrained,
-  directory: pathlib.Path,
-  max_shard_bytes: int,
-  format: str,
-) -> None:
-  """Does what all hosts must do for what the first one writes.
+def _call(act: Callable[[], str]) -> str:
+  return act()
 
-  That one calls it if it cannot write: then nothing is written.
-  """
-  if format == "safetensors":
-    write_weights(pretrained.params, pretrained.config, None, max_shard_bytes)
-  elif scratch := of_first(""):
-    write_checkpoint(pretrained.params, directory.parent / scratch)
+
+def _describe(pretrained: Pretrained, directory: pathlib.Path) -> None:
+  """Writes all files but those of the weights."""
+  if pretrained.tokenizer is not None:
+    pretrained.tokenizer.save(directory)
+  write_json(directory / _CONFIG, _config_fields(pretrained))
+  write_json(
+    directory / "generation_config.json",
+    dict(pretrained.generation) | _token_ids(pretrained),
+  )
+
+
+def _move(complete: pathlib.Path, directory: pathlib.Path) -> None:
+  """Moves the files of a model, in place of those of an earlier one."""
+  # An old config.json must not describe new weights.
+  (directory / _CONFIG).unlink(missing_ok=True)
+  # Readers prefer a single file to an index, both to a checkpoint, and
+  # chat_template.jinja to the tokenizer's: what an earlier save has left
+  # would win.
+  old = [path.name for path in directory.glob("model*.safetensors*")]
+  for name in (*old, CHECKPOINT, "chat_template.jinja"):
+    _remove(directory / name)
+  new = {path.name for path in complete.iterdir()}
+  for name in sorted(new, key=lambda name: name == _CONFIG):
+    (complete / name).replace(directory / name)
 
 
 def _remove(path: pathlib.Path) -> None:

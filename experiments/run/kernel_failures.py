@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from kvjax.kernels import OPERATIONS
 
 # Compilers of kernels, and the memory that only kernels ask for.
-_COMPILER = re.compile(r"Mosaic|Triton|memory space vmem")
+_COMPILER = re.compile(r"Mosaic|Triton|memory space [sv]mem")
 _PLACE = re.compile(rf"kernels/({'|'.join(OPERATIONS)})/")
 _SAID = 200
 

@@ -14,6 +14,7 @@ from kvjax.experiments.run import (
   environment,
   kernel_failures,
   outputs,
+  results,
   tuned_tables,
 )
 from kvjax.experiments.run.progress_bar import progress_bar
@@ -113,8 +114,9 @@ def tune(
       "has one."
     )
   files.check_replaceable(path)
-  table = tuned_tables.read(path) if is_present(path) else {}
-  fastest_of = {}
+  results.check_writable(path.parent)
+  table = dict(tuned_tables.read(path)) if is_present(path) else {}
+  found = False
   own = [choices for choices in wanted if choices.platform == platform]
   console = rich.console.Console(highlight=False)
   console.print(f"kernels on {environment.device()}:")
@@ -127,15 +129,15 @@ def tune(
       lines = [f"{label}:", *(_line(one, one is best) for one in tried)]
       console.print("\n".join(lines), markup=False, soft_wrap=True)
       if best is not None:
-        fastest_of[choices.kernel] = best.options
+        found = True
+        table[kind] = {**table.get(kind, {}), choices.kernel: best.options}
+        outputs.write_json(path, table)
       advance(label[:60], 1)
-  if not fastest_of:
+  if not found:
     raise InputError(
       f"None of these kernels runs on this {kind}, and {path} is not written; "
       "TPUs and Hopper GPUs have kernels to tune."
     )
-  entry = {**table.get(kind, {}), **fastest_of}
-  outputs.write_json(path, {**table, kind: entry})
   console.print(f"{path} has the fastest, marked *.", markup=False)
 
 

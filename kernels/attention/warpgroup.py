@@ -18,8 +18,8 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.kernels.attention.partial import Partial
 
-# Queries per tile, and slots per chunk: the rows that the matrix units multiply
-# at least, a fact of the hardware.
+# Queries per tile, and slots per chunk: the fewest rows that the matrix units
+# multiply, a fact of the hardware.
 ROWS = 64
 # Register layouts of matrices, and of vectors along their rows and columns.
 MATRIX = plgpu.Layout.WGMMA

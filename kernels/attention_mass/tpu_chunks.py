@@ -19,7 +19,7 @@ from kvjax.kernels.attention_mass.tpu_tiles import (
 )
 
 # Logits per step: one chunk, for as many heads of a group as fit into VMEM.
-# They are not chosen per chip: with fewer, long chunks had no kernel.
+# Their number is fixed: with fewer, the kernel would decline long chunks.
 _LOGITS = 2**20
 
 

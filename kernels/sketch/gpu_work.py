@@ -13,8 +13,8 @@ from jaxtyping import Array
 from kvjax.kernels import tuning
 
 # Slots per step of a warpgroup, and the number of prefetched steps. They are
-# not chosen per chip: the matrix units multiply 64 rows, and with more in the
-# shared memory, fewer columns had a kernel.
+# fixed: the matrix units multiply 64 rows, and with more steps in the shared
+# memory, the kernel would decline more columns.
 TILE, STAGES = 64, 2
 
 # Shared memory available to a block, without its barriers.

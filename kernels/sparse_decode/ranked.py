@@ -13,10 +13,14 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.kernels.attention.options import PLAIN, AttentionOptions
 from kvjax.kernels.attention.partial import Partial
 from kvjax.kernels.host import run_on_host
-from kvjax.kernels.sparse_decode.xla import Empty, Sums, sum_listed, take_listed
+from kvjax.kernels.sparse_decode.xla import (
+  LOWEST,
+  Empty,
+  Sums,
+  sum_listed,
+  take_listed,
+)
 from kvjax.kernels.stacks import Layer, as_stack
-
-_LOWEST = float(jnp.finfo(jnp.float32).min)
 
 
 class Best(NamedTuple):
@@ -153,11 +157,15 @@ def _rank(
 def _max_weights(
   logits: Float[Array, "B K G U"], valid: Bool[Array, "B K U"], empty: Empty
 ) -> Float[Array, "B K U"]:
-  """Maximum softmax weight over the heads; arbitrary where not valid."""
+  """Maximum softmax weight over the heads; arbitrary where not valid.
+
+  As `kvjax.retrieval.weights.max_weights`, without arrays that the host would
+  have to create.
+  """
   logits = jnp.where(valid[:, :, None], logits, empty.logit)
   largest = jax.lax.reduce_max(logits, (logits.ndim - 1,))[..., None]
   # Finite even without candidates, since -inf - -inf is NaN.
-  weights = jnp.exp(logits - jnp.maximum(largest, _LOWEST))
+  weights = jnp.exp(logits - jnp.maximum(largest, LOWEST))
   weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
   return jax.lax.reduce_max(weights, (2,))
 

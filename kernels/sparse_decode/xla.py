@@ -12,7 +12,7 @@ from kvjax.kernels.attention.partial import Partial
 from kvjax.kernels.quantized import Quantized, dequantize
 from kvjax.kernels.stacks import gather_slots
 
-_LOWEST = float(jnp.finfo(jnp.float32).min)
+LOWEST = float(jnp.finfo(jnp.float32).min)
 
 
 class Empty(NamedTuple):
@@ -120,7 +120,7 @@ def sum_listed(
   largest = jax.lax.reduce_max(logits, (logits.ndim - 1,))
   # Finite even without slots, since -inf - -inf is NaN. `where` with a constant
   # would create an array, which the host must not do.
-  weights = jnp.exp(logits - jnp.maximum(largest, _LOWEST)[..., None])
+  weights = jnp.exp(logits - jnp.maximum(largest, LOWEST)[..., None])
   # Slot 0 stands in for -1 and may contain NaN, and 0 * NaN is NaN.
   values = jnp.where(valid[..., None], values, empty.value)
   weighted = jnp.einsum(

@@ -8,7 +8,7 @@ import re
 import shutil
 import uuid
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -24,8 +24,8 @@ DESCRIPTION = "cache.json"
 _ARRAYS = "arrays-"
 _NAME = re.compile(f"{_ARRAYS}[0-9a-f]+")
 _BLOCK = 2**20
-# What orbax raises if a disk is full.
-_UNWRITTEN = (OSError, ValueError)
+# What orbax raises if a disk is full, or another host has failed.
+_UNWRITTEN = (OSError, ValueError, jax.errors.JaxRuntimeError)
 # What a description raises whose fields are other than `save_cache` writes.
 _UNLIKE = (
   AttributeError,
@@ -53,9 +53,9 @@ def save_cache(
 
   The arrays are written to new files first; then `cache.json`, which names
   them, is replaced. An interrupted save leaves the previous cache, or nothing
-  that `load_cache` accepts. One process writes; arrays that are sharded over a
-  mesh are gathered on the host. If they are spread over several hosts, all of
-  them must call it, with a directory that they share.
+  that `load_cache` accepts. If arrays are spread over several hosts, all of
+  them must call it with a directory that they share, and each writes its parts.
+  Other arrays are gathered on the host, and one process writes.
 
   Args:
     cache: the cache to save.
@@ -98,60 +98,78 @@ def save_cache(
       "Of a program on several hosts, only caches of a mesh of all their "
       "devices can be saved; save this one in a program on one host."
     )
+  # Before arrays are copied to the host.
+  name = _on_first(directory, lambda: _new_name(directory, overwrite))
   arrays: Arrays = {}
-  described = describe(cache, "cache", arrays)
-  name = _claim(directory, overwrite)
   description = {
     "layout": LAYOUT,
     "model": _identity(model, model_id),
     "made_by": made_by,
     "arrays": name,
-    "cache": described,
+    "cache": describe(cache, "cache", arrays),
   }
-  first = jax.process_index() == 0
+  _on_first(directory, lambda: _make(directory))
+  failure = None
   try:
     # Orbax refuses arrays without elements, which the description restores.
     filled = {path: array for path, array in arrays.items() if array.size}
-    # All hosts wait for the first one, which alone writes arrays of NumPy.
     _orbax().save(directory / name, filled)
-    if first:
-      description["files"] = _checksums(directory / name)
-      description["checksum"] = _checksum(description)
-      text = json.dumps(description, indent=2)
-      files.write_text(directory / DESCRIPTION, text + "\n")
   except BaseException as error:
-    if first:
+    failure = error
+
+  def finish() -> str:
+    # Here, as the other hosts wait for it.
+    try:
+      if failure is not None:
+        raise failure
+      _describe(directory, description)
+    except BaseException:
       # With a star: orbax writes to a temporary folder beside it first.
       _remove(directory.glob(f"{name}*"))
-    if isinstance(error, InputError) or not isinstance(error, _UNWRITTEN):
       raise
-    raise _unwritten(directory, error) from error
-  if first:
     _remove(p for p in directory.glob(f"{_ARRAYS}*") if p.name != name)
+    return name
+
+  _on_first(directory, finish)
 
 
-def _claim(directory: pathlib.Path, overwrite: bool) -> str:
-  """Makes the directory and a name for the arrays, the same on all hosts."""
-  name = ""
+def _on_first(directory: pathlib.Path, act: Callable[[], str]) -> str:
+  """Calls a function that writes to a directory, on the first host."""
   try:
-    if jax.process_index() == 0:
-      _check_free(directory, overwrite)
-      directory.mkdir(parents=True, exist_ok=True)
-      name = f"{_ARRAYS}{uuid.uuid4().hex[:12]}"
-  except OSError as error:
-    raise _unwritten(directory, error) from error
-  finally:
-    name = hosts.of_first(name)
-  if not name:
-    raise InputError(f"The first host cannot save the cache to {directory}.")
-  return name
+    return hosts.from_first(act)
+  except InputError:
+    raise
+  except _UNWRITTEN as error:
+    raise InputError(
+      f"The cache cannot be written to {directory}: {files.reason(error)}."
+    ) from error
+
+
+def _new_name(directory: pathlib.Path, overwrite: bool) -> str:
+  """Makes a name for the arrays, if the cache may be written."""
+  _check_free(directory, overwrite)
+  return f"{_ARRAYS}{uuid.uuid4().hex[:12]}"
+
+
+def _make(directory: pathlib.Path) -> str:
+  directory.mkdir(parents=True, exist_ok=True)
+  return directory.name
+
+
+def _describe(directory: pathlib.Path, description: dict[str, Any]) -> None:
+  """Writes the description of the arrays that are in the directory."""
+  description["files"] = _checksums(directory / description["arrays"])
+  description["checksum"] = _checksum(description)
+  text = json.dumps(description, indent=2)
+  files.write_text(directory / DESCRIPTION, text + "\n")
 
 
 def load_cache(directory: Path, *, model: Model, model_id: str) -> Cache:
   """Loads a cache that `save_cache` saved, bit for bit.
 
   With a mesh in context (`jax.set_mesh`), layers are sharded as by `prefill`,
-  however they were sharded when they were saved.
+  however they were sharded when they were saved. In a program on several hosts,
+  all of them must call it, and each reads all arrays.
 
   Args:
     directory: directory of the cache.
@@ -220,12 +238,6 @@ def _orbax() -> Any:
   from orbax.checkpoint import v1
 
   return v1
-
-
-def _unwritten(directory: pathlib.Path, error: Exception) -> InputError:
-  return InputError(
-    f"The cache cannot be written to {directory}: {files.reason(error)}."
-  )
 
 
 def _damaged(directory: pathlib.Path) -> InputError:

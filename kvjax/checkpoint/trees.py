@@ -14,7 +14,7 @@ from kvjax.cache.cache import Cache
 from kvjax.cache.sharding import shard_stack
 from kvjax.engine.plans import Plan
 from kvjax.errors import InputError
-from kvjax.hosts import read
+from kvjax.hosts import read, spread
 from kvjax.kernels.quantized import Quantized
 from kvjax.methods.rerotated import Rerotated
 from kvjax.options.budgets import Retention, Tokens
@@ -35,7 +35,7 @@ _PARTS: tuple[type, ...] = (
   Rerotated,
 )
 
-Arrays = dict[str, Shaped[np.ndarray, "..."]]
+Arrays = dict[str, Shaped[np.ndarray, "..."] | Shaped[jax.Array, "..."]]
 
 
 def describe(value: Any, path: str, arrays: Arrays) -> Any:
@@ -46,13 +46,15 @@ def describe(value: Any, path: str, arrays: Arrays) -> Any:
   Args:
     value: the tree, or a part of it.
     path: path of the part, which prefixes the names of its arrays.
-    arrays: collects the arrays, on the host.
+    arrays: collects the arrays, on the host unless several have parts of them.
 
   Raises:
     InputError: the tree contains something of an unknown class.
   """
   if isinstance(value, jax.Array | np.ndarray):
-    arrays[path] = array = read(value)
+    # Orbax writes the parts that each host has of an array.
+    array = value if spread(value) else read(value)
+    arrays[path] = array
     return {
       "array": path,
       "dtype": str(array.dtype),

@@ -302,7 +302,7 @@ class Retrieval(abc.ABC):
       store: the stored tokens, without keys.
 
     Returns:
-      Slots, unique, then -1.
+      Slots, unique and ascending, then -1.
     """
     raise NotImplementedError(f"{type(self).__name__} names no candidates.")
 

@@ -1,6 +1,8 @@
 """Two hosts save weights and caches, which one host reads."""
 
+import contextlib
 import pathlib
+import time
 
 import jax
 import numpy as np
@@ -9,8 +11,10 @@ from two_hosts import call
 
 import kvjax
 from kvjax.cache.sharding import parse_mesh
+from kvjax.checkpoint import saving
 from kvjax.errors import InputError
-from kvjax.models.pretrained import load, save
+from kvjax.models import pretrained
+from kvjax.models.pretrained import FORMATS, load, save
 
 MODEL = (
   pathlib.Path(__file__).parents[1] / "golden" / "transformers" / "llama31"
@@ -32,6 +36,28 @@ def refusal(save_it, *arguments, **options):
   return None
 
 
+@contextlib.contextmanager
+def at_last(module, name, act):
+  """Does something before what the first host does when arrays are written."""
+  original = getattr(module, name)
+
+  def instead(*arguments):
+    act()
+    return original(*arguments)
+
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(module, name, instead)
+    yield
+
+
+def wait():
+  time.sleep(2)
+
+
+def fail():
+  raise OSError(28, "No space left on device")
+
+
 def save_on_host(folder):
   """Runs on each of two hosts; returns what is refused."""
   place = pathlib.Path(folder)
@@ -40,22 +66,37 @@ def save_on_host(folder):
   tiny = {"model": lm.model, "model_id": "tiny"}
   refused = {}
   with jax.set_mesh(mesh):
-    save(lm, place / "there" / ".." / "spread", format="orbax")
-    refused["weights"] = refusal(save, lm, place / "file", format="orbax")
+    spread = place / "there" / ".." / "spread"
+    with at_last(pretrained, "_describe", wait):
+      save(lm, spread, format="orbax")
+    equal(load(spread, "float32", mesh).params, lm.params)
     cache = compressed(lm)
-    kvjax.save_cache(cache, place / "cache", **tiny)
+    with at_last(saving, "_describe", wait):
+      kvjax.save_cache(cache, place / "cache", **tiny)
+    equal(kvjax.load_cache(place / "cache", **tiny), cache)
+    for format in FORMATS:
+      refused[format] = refusal(save, lm, place / "file", format=format)
+      with at_last(pretrained, "_describe", fail):
+        late = place / f"late_{format}"
+        refused[f"late {format}"] = refusal(save, lm, late, format=format)
     refused["cache"] = refusal(kvjax.save_cache, cache, place / "file", **tiny)
-    again = kvjax.load_cache(place / "cache", **tiny)
-    for one, other in zip(
-      *map(jax.tree.leaves, kvjax.hosts.read((cache, again))), strict=True
-    ):
-      np.testing.assert_array_equal(one, other)
+    with at_last(saving, "_describe", fail):
+      refused["late cache"] = refusal(
+        kvjax.save_cache, cache, place / "late_cache", **tiny
+      )
   own = load(MODEL, "float32")
   save(own, place / "own", format="orbax")
   refused["own"] = refusal(
     kvjax.save_cache, compressed(own), place / "other", **tiny
   )
   return refused
+
+
+def equal(one, other):
+  for x, y in zip(
+    *map(jax.tree.leaves, kvjax.hosts.read((one, other))), strict=True
+  ):
+    np.testing.assert_array_equal(x, y)
 
 
 @pytest.fixture(scope="module")
@@ -87,14 +128,22 @@ def test_a_cache_is_that_of_one_device(saved):
     np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
 
 
-def test_hosts_do_not_wait_for_one_that_cannot_write(saved):
+@pytest.mark.parametrize("what", [*FORMATS, "cache"])
+def test_all_hosts_hear_that_the_first_one_cannot_write(saved, what):
   folder, (first, second) = saved
-  file = folder / "file"
-  assert first["weights"].startswith(f"The model cannot be written to {file}")
-  assert second["weights"] is None
-  assert first["cache"] == f"{file} is a file; give a directory."
-  assert second["cache"] == f"The first host cannot save the cache to {file}."
-  assert file.stat().st_size == 0
+  thing = "cache" if what == "cache" else "model"
+  unwritten = f"The {thing} cannot be written to {folder}"
+  elsewhere = "the first host cannot write there."
+  in_file = f"{unwritten}/file: File exists."
+  if what == "cache":
+    in_file = f"{folder}/file is a file; give a directory."
+  assert first[what] == in_file
+  assert second[what] == f"{unwritten}/file: {elsewhere}"
+  late = f"{unwritten}/late_{what}: "
+  assert first[f"late {what}"] == f"{late}No space left on device."
+  assert second[f"late {what}"] == late + elsewhere
+  assert (folder / "file").stat().st_size == 0
+  assert not list((folder / f"late_{what}").iterdir())
 
 
 def test_a_cache_of_a_host_of_its_own_is_refused(saved):
@@ -107,5 +156,6 @@ def test_a_cache_of_a_host_of_its_own_is_refused(saved):
 def test_nothing_else_is_left(saved):
   folder, _ = saved
   names = {path.name for path in folder.iterdir()}
-  assert names == {"there", "file", "spread", "own", "cache"}
+  late = {f"late_{what}" for what in (*FORMATS, "cache")}
+  assert names == {"there", "file", "spread", "own", "cache", *late}
   assert len(list((folder / "cache").iterdir())) == 2

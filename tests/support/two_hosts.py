@@ -45,7 +45,11 @@ def call(function, *arguments):
     _start("-c", script, address, str(host), *arguments, cwd=path.parent)
     for host in range(2)
   ]
-  ended = [process.communicate(timeout=300) for process in both]
+  try:
+    ended = [process.communicate(timeout=300) for process in both]
+  finally:
+    for process in both:  # They may wait for each other.
+      process.kill()
   assert [process.returncode for process in both] == [0, 0], ended
   return [json.loads(said.splitlines()[-1]) for said, _ in ended]
 

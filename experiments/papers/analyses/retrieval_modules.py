@@ -108,6 +108,7 @@ def measure(subject: Subject) -> Findings:
         for name, run in track([*modules.items()])
       }
     )
+    del modules  # Their arrays would be next to those of the other column.
   lines = [
     [name, *(_milliseconds(column.get(name), layers) for column in columns)]
     for name in _MODULES
