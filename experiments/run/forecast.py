@@ -10,7 +10,7 @@ import rich.text
 
 from kvjax.experiments.report import wording
 from kvjax.experiments.report.formats import Table
-from kvjax.experiments.run import multihost
+from kvjax.experiments.run import estimate, multihost
 from kvjax.experiments.run.answering import Seconds, replies
 from kvjax.experiments.run.batching import Context
 from kvjax.experiments.run.comparison import Work
@@ -62,6 +62,20 @@ def cost_of(work: Work) -> Cost:
     question_tokens=caches * sum(len(prompt.question) for prompt in prompts),
     answer_tokens=caches * sum(prompt.max_new_tokens for prompt in prompts),
   )
+
+
+def estimate_of(lm: Pretrained, work: Work) -> estimate.Estimate:
+  """Estimates how long that takes, without running the model."""
+  batches = [
+    estimate.Batch(
+      rows=shape.rows,
+      context=shape.context,
+      fed=_turns(contexts) * shape.question,
+      steps=_turns(contexts) * contexts[0].prompts[0].max_new_tokens,
+    )
+    for shape, contexts in work.batches
+  ]
+  return estimate.estimate(lm, work.candidates, batches)
 
 
 class Pace(NamedTuple):
@@ -159,9 +173,14 @@ def _time(run: Callable[[], None]) -> float:
 def _size(batch: tuple[Shape, list[Context]]) -> int:
   """Returns the padded tokens that a batch processes."""
   shape, contexts = batch
-  turns = max(len(context.prompts) for context in contexts)
   new = contexts[0].prompts[0].max_new_tokens
-  return shape.rows * (shape.context + turns * (shape.question + new))
+  per_turn = shape.question + new
+  return shape.rows * (shape.context + _turns(contexts) * per_turn)
+
+
+def _turns(contexts: list[Context]) -> int:
+  """Returns the questions of a batch that follow one another."""
+  return max(len(context.prompts) for context in contexts)
 
 
 def _caches(lm: Pretrained, work: Work) -> Table:

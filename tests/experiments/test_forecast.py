@@ -72,6 +72,28 @@ def test_a_forecast_is_what_the_run_does(tiny, results):
   assert "expect" not in shown(nothing)
 
 
+def test_an_estimate_is_of_what_the_run_does(tiny, results, monkeypatch):
+  found = []
+
+  def noted(lm, *given):
+    found.append(given)
+    return forecast.estimate.Estimate(1.0)
+
+  monkeypatch.setattr(forecast.estimate, "estimate", noted)
+  work = comparison.pending(tiny, CHOSEN, SAMPLES, results, 2)
+  forecast.estimate_of(tiny, work)
+  ((chosen, batches),) = found
+  cost = forecast.cost_of(work)
+  assert sum(batch.rows for batch in batches) == cost.contexts
+  new = sum(batch.rows * batch.steps for batch in batches)
+  assert len(chosen) * new == cost.answer_tokens
+  # Padded to shapes that other samples share.
+  padded = sum(batch.rows * batch.context for batch in batches)
+  assert cost.context_tokens <= padded < cost.context_tokens + 4 * 32
+  fed = len(chosen) * sum(batch.rows * batch.fed for batch in batches)
+  assert cost.question_tokens <= fed < cost.question_tokens + 16 * 8
+
+
 def test_two_contexts_are_timed_however_many_a_batch_has(tiny, results):
   contexts = {
     Part("a", 64): [
