@@ -127,7 +127,8 @@ class Forecast(NamedTuple):
 
   Attributes:
     cost: what it processes.
-    caches: a line for each method and budget: bytes of a context's cache.
+    caches: bytes of a context's cache by budget, for each group of methods
+      whose caches are of equal sizes.
     pace: how long it takes; None without a batch.
   """
 
@@ -189,13 +190,17 @@ def _caches(lm: Pretrained, work: Work) -> Table:
   tokens = round(statistics.fmean(lengths)) if lengths else 0
   sizes = [cache_bytes(lm, each, tokens) for each in work.candidates]
   name, size = wording.unit(sizes)
+  of_method: dict[str, list[tuple[str, str]]] = {}
+  for each, own in zip(work.candidates, sizes, strict=True):
+    line = (wording.budget(each.method, each.budget), f"{own / size:.1f}")
+    of_method.setdefault(each.method, []).append(line)
+  alike: dict[tuple[tuple[str, str], ...], list[str]] = {}
+  for method, found in of_method.items():
+    alike.setdefault(tuple(found), []).append(method)
   lines = [
-    [
-      each.method,
-      wording.budget(each.method, each.budget),
-      f"{own / size:.1f}",
-    ]
-    for each, own in zip(work.candidates, sizes, strict=True)
+    [", ".join(methods), *line]
+    for found, methods in alike.items()
+    for line in found
   ]
   title = f"about the size of a cache, for a context of {tokens} tokens"
   return Table(title, ["method", "budget", name], lines, names=2)

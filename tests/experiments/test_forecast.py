@@ -94,6 +94,20 @@ def test_an_estimate_is_of_what_the_run_does(tiny, results, monkeypatch):
   assert cost.question_tokens <= fed < cost.question_tokens + 16 * 8
 
 
+def test_methods_of_equal_sizes_share_a_line_per_budget(tiny, results):
+  budgets = [kvjax.Retention(0.5), kvjax.Retention(0.25)]
+  chosen = candidates(["keydiff", "snapkv", "quest"], budgets)
+  work = comparison.pending(tiny, chosen, SAMPLES, results, 2)
+  table = forecast._caches(tiny, work)
+  names = [line[0] for line in table.lines]
+  # What reads less keeps everything.
+  assert names == ["full", *2 * ["keydiff, snapkv"], *2 * ["quest"]]
+  sizes = [float(line[2]) for line in table.lines]
+  assert sizes == pytest.approx(
+    [sizes[0] * share for share in (1, 0.5, 0.25, 1, 1)], abs=0.1
+  )
+
+
 def test_two_contexts_are_timed_however_many_a_batch_has(tiny, results):
   contexts = {
     Part("a", 64): [
