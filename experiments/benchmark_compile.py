@@ -69,6 +69,7 @@ def main() -> None:
     raise InputError("--methods is empty; keydiff,adakv would be two.")
   folder = pathlib.Path(_OUTPUT.value)
   results.check_writable(folder)
+  cli.announce()
   jobs = []
   if _NAMES.value:
     jobs += [functools.partial(_prefill_and_decode, depth) for depth in depths]

@@ -15,7 +15,7 @@ caches take turns in one process. It prints a table:
   the keys and values it reads), relative to that of interleaved copies. Copies
   write as much as they read, so a step may exceed 100.
 
-It writes table.md to --output, and takes three minutes on two cores, half of it
+It writes table.md to --output. It takes three minutes on two cores, half of it
 for compilation.
 
   kvjax benchmark_decode --every=128 \
@@ -105,6 +105,7 @@ def main() -> None:
     raise InputError("--methods is empty; keydiff,flat would be two.")
   folder = pathlib.Path(_OUTPUT.value)
   results.check_writable(folder)
+  cli.announce()
   if _EVERY.value is not None:
     _time_evictions(_EVERY.value, folder)
     return

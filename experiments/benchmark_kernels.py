@@ -59,6 +59,7 @@ def main() -> None:
   wanted = kernel_tables.chosen(list(named_specs()), _ONLY.value)
   folder = pathlib.Path(_OUTPUT.value)
   results.check_writable(folder)
+  cli.announce()
   summary = {
     "rounds": _ROUNDS.value,
     "seed": run_inputs.SEED.value,

@@ -105,6 +105,7 @@ def main() -> None:
   lengths = run_inputs.parse_lengths(_LENGTH.value or _LENGTHS[_TABLE.value])
   folder = pathlib.Path(_OUTPUT.value)
   results.check_writable(folder)
+  cli.announce()
   with _saved_model() as (path, sizes):
     limit = sizes.geometry.max_positions
     if _TABLE.value != "compress" and max(lengths) + _TOKENS.value > limit:

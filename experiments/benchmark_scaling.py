@@ -64,6 +64,7 @@ def main() -> None:
     layer_compression.check(name, plan)
   folder = pathlib.Path(_OUTPUT.value)
   results.check_writable(folder)
+  cli.announce()
   heads = (LAYER["heads"], LAYER["kv_heads"], LAYER["dim"])
   dtype = run_inputs.dtype()
   operations: dict[str, layer_compression.Operation] = {

@@ -47,6 +47,7 @@ def main() -> None:
   lengths = run_inputs.parse_lengths(_LENGTH.value)
   folder = pathlib.Path(_OUTPUT.value)
   results.check_writable(folder)
+  cli.announce()
   heads = sparse_timing.Heads()
   measured = {
     length: sparse_timing.measure(

@@ -63,6 +63,7 @@ def main() -> None:
     raise InputError("Only the full cache is left; name methods and budgets.")
   folder = pathlib.Path(_OUTPUT.value)
   results.check_writable(folder)
+  cli.announce()
   with run_inputs.loaded() as (lm, devices):
     run_inputs.check_lengths(lm, [_LENGTH.value])
     (drawn,) = grids.needle_samples(

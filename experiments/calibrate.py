@@ -39,11 +39,11 @@ import dataclasses
 import pathlib
 import shlex
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, cast
 
 import rich.text
-from absl import flags
+from absl import flags, logging
 
 import kvjax
 from kvjax import models
@@ -156,6 +156,10 @@ _TAU = flags.DEFINE_float(
 _OUTPUT = flags.DEFINE_string("output", "results/calibration", "Output folder.")
 
 _RECORDS = "records"
+# The files of measurements, and what is added to the seed of their samples.
+_TRIPLES, _MORE, _HELD = "triples.jsonl", "others.jsonl", "held_out.jsonl"
+_REACHED = "reached.jsonl"
+_SEEDS = {_TRIPLES: 0, _MORE: 1, _HELD: 2, _REACHED: 2}
 # The records that survive if another file cannot be written.
 _KEPT = "measurements"
 
@@ -177,18 +181,20 @@ def main() -> None:
   with run_inputs.loaded() as (lm, devices):
     run_inputs.check_lengths(lm, lengths)
     run = _Run(lm, choice.tasks, lengths, texts, settings, folder)
-    samples = run.samples(_SAMPLES.value, 0)
-    measuring.check(lm, chosen, samples)
+    steps = run.steps()
+    measuring.check(lm, chosen, steps[_TRIPLES])
+    works = run.pending(chosen, steps)
     if dry_run_inputs.DRY_RUN.value:
-      console.print(str(run.foresee(chosen)))
+      with progress_bar(None, transient=True):
+        console.print(str(dry_run.foresee(lm, works)))
       return
-    triples = run.measure("triples.jsonl", chosen, samples, 0)
-    others = []
-    if _wants_others():
-      samples = run.samples(_OTHERS.value, 1)
-      others = run.measure("others.jsonl", chosen, samples, 1)
-    held_out_samples = run.samples(_HELD_OUT.value, 2)
-    held_out = run.measure("held_out.jsonl", chosen, held_out_samples, 2)
+    dry_run.announce(lm, works)
+    measured = {
+      file: run.measure(file, chosen, samples)
+      for file, samples in steps.items()
+    }
+    triples, held_out = measured[_TRIPLES], measured[_HELD]
+    others = measured.get(_MORE, [])
     fitted = fits.fit(
       chosen,
       fits.Sets(triples, others, held_out),
@@ -198,7 +204,7 @@ def main() -> None:
     if _RULE.value == PAPER:
       # Its retentions are not among the measured ones.
       automatic = [method.automatic(_TAU.value) for method in fitted]
-      reached = run.measure("reached.jsonl", automatic, held_out_samples, 2)
+      reached = run.measure(_REACHED, automatic, steps[_HELD])
       fitted = fits.add_reached(fitted, reached)
     device = environment.device(devices)
   if not multihost.is_first():
@@ -226,6 +232,7 @@ def main() -> None:
   for method in fitted:
     name = record_files.file_name(method.name, method.plan.per_query_head)
     method.calibration.save(records_folder / name)
+    logging.info("Wrote %s", records_folder / name)
   for name, figure in plots.items():
     outputs.write_bytes(folder / name, png(figure), _KEPT)
   text = tables.markdown(summary, list(plots))
@@ -251,16 +258,25 @@ class _Run(NamedTuple):
   settings: results.Settings
   folder: pathlib.Path
 
-  def samples(self, count: int, step: int) -> results.Samples:
-    """Draws samples of each task, with the run's seed plus `step`."""
-    return generator.samples(
-      self.tasks,
-      self.lengths,
-      count,
-      self.settings.seed + step,
-      self.lm.text.count,
-      self.texts,
-    )
+  def steps(self) -> dict[str, results.Samples]:
+    """Draws the samples of each task for each file, with seeds of their own."""
+    counts = {
+      _TRIPLES: _SAMPLES.value,
+      _MORE: _OTHERS.value if _RULE.value == PREFILL else 0,
+      _HELD: _HELD_OUT.value,
+    }
+    return {
+      file: generator.samples(
+        self.tasks,
+        self.lengths,
+        count,
+        self.settings.seed + _SEEDS[file],
+        self.lm.text.count,
+        self.texts,
+      )
+      for file, count in counts.items()
+      if count
+    }
 
   @property
   def data(self) -> str:
@@ -270,42 +286,38 @@ class _Run(NamedTuple):
     return f"RULER's {', '.join(self.tasks)} of {lengths} tokens; {texts}"
 
   def measure(
-    self,
-    file: str,
-    chosen: Sequence[Candidate],
-    samples: results.Samples,
-    step: int,
+    self, file: str, chosen: Sequence[Candidate], samples: results.Samples
   ) -> list[Measurement]:
-    """Measures the samples of a step, with a progress bar."""
-    store = self._store(file, step, wanted(chosen, samples))
+    """Measures the samples of a file, with a progress bar."""
+    store = self._store(file, wanted(chosen, samples))
+    logging.info(
+      "%s has %d measurements already", self.folder / file, len(store.records)
+    )
     new = len(set(wanted(chosen, samples)) - store.records.keys())
     with progress_bar(new) as advance:
       return measuring.measure(
         self.lm, chosen, samples, store, run_inputs.batch(), advance
       )
 
-  def foresee(self, chosen: Sequence[Candidate]) -> dry_run.Foreseen:
-    """Says what all steps but that of --rule=paper cost; writes nothing."""
-    steps = [("triples.jsonl", _SAMPLES.value, 0)]
-    if _wants_others():
-      steps.append(("others.jsonl", _OTHERS.value, 1))
-    steps.append(("held_out.jsonl", _HELD_OUT.value, 2))
-    works = []
-    for file, count, step in steps:
-      samples = self.samples(count, step)
-      store = self._store(file, step, wanted(chosen, samples))
-      works.append(
-        measuring.pending(self.lm, chosen, samples, store, run_inputs.batch())
+  def pending(
+    self, chosen: Sequence[Candidate], steps: Mapping[str, results.Samples]
+  ) -> list[measuring.Work]:
+    """Finds what all steps but that of --rule=paper have left to do."""
+    return [
+      measuring.pending(
+        self.lm,
+        chosen,
+        samples,
+        self._store(file, wanted(chosen, samples)),
+        run_inputs.batch(),
       )
-    with progress_bar(None, transient=True):
-      return dry_run.foresee(self.lm, works)
+      for file, samples in steps.items()
+    ]
 
-  def _store(
-    self, file: str, step: int, keys: Sequence[results.Key]
-  ) -> Measurements:
-    """Opens the measurements of a step, which must be the same on all hosts."""
+  def _store(self, file: str, keys: Sequence[results.Key]) -> Measurements:
+    """Opens the measurements of a file, which must be the same on all hosts."""
     settings = dataclasses.replace(
-      self.settings, seed=self.settings.seed + step
+      self.settings, seed=self.settings.seed + _SEEDS[file]
     )
     check_hosts(settings, keys)
     return Measurements(
@@ -330,10 +342,6 @@ def _trials(records: pathlib.Path) -> str:
     values["essay"] = str(flags.FLAGS["essay"].value)
   flags_of_evaluate = [f"--{name}={value}" for name, value in values.items()]
   return shlex.join(["kvjax", "trials", "--", *flags_of_evaluate])
-
-
-def _wants_others() -> bool:
-  return _RULE.value == PREFILL and _OTHERS.value > 0
 
 
 def _chosen() -> list[Candidate]:

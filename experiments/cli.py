@@ -218,6 +218,16 @@ def refuse_together(one: str, excluded: Sequence[str], reason: str) -> None:
       raise InputError(f"--{one} and --{other} do not go together: {reason}.")
 
 
+def announce() -> None:
+  """Says on stderr how long the program takes, in the words of its help.
+
+  It is for programs that do not estimate it themselves.
+  """
+  said = help_pages.duration(sys.modules["__main__"].__doc__ or "")
+  if said and multihost.is_first():
+    print(said, file=sys.stderr, flush=True)
+
+
 def limit_threads() -> None:
   """Makes factorizations of matrices on CPUs run in one thread.
 

@@ -10,8 +10,9 @@ LongBench from disk. `math500`, `aime25` and `arithmetic` have short prompts and
 long answers, for --every and --budget.
 `--model=DIR` loads any model that kvjax supports.
 
-A run takes minutes to hours. It says how many answers it will generate, and
-`--dry_run` says how long it takes here, and stops.
+A run takes minutes to hours. It first says how many answers it will generate
+and, from the speed of the device, roughly how long that takes. `--dry_run`
+measures two contexts instead, and stops.
 
 All methods and budgets share one prefill per context. An interrupted run
 resumes where it stopped. With `--multihost`, hosts that run the same command

@@ -17,7 +17,7 @@ take SmolLM2-135M about seven minutes on two cores.
 import dataclasses
 import pathlib
 
-from absl import flags
+from absl import flags, logging
 
 from kvjax import models
 from kvjax.errors import InputError
@@ -111,6 +111,7 @@ def main() -> None:
       f"{wording.count(len(texts), 'document')} of {sum(parts.lengths):,} "
       f"tokens in {wording.count(len(parts.lengths), 'chunk')}"
     )
+    cli.announce()
     digest = documents.digest(parts)
     multihost.check_same({"documents": digest})
     source = {
@@ -126,10 +127,12 @@ def main() -> None:
     adapter = output / "adapter"
     base = str(run_inputs.model_directory())
     lora.write_adapter(tuner.state.params, lm.config, adapter, base)
+    logging.info("Wrote the adapters to %s", adapter)
     # The others wait for the first one, and hear if it cannot write.
     multihost.gather(b"")
     model, params = tuner.merged()
     models.save(dataclasses.replace(lm, model=model, params=params), output)
+    logging.info("Wrote the model to %s", output)
     multihost.gather(b"")
   host_inputs.console().print(
     f"The finetuned model is in {output}, its adapters in {adapter}.",

@@ -1,5 +1,6 @@
 """What `--help` prints: what a program does, and its flags by subject."""
 
+import re
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -21,6 +22,8 @@ SUBJECTS = {
   "speed_inputs": "Speed",
   "host_inputs": "Several hosts",
 }
+_SENTENCES = re.compile(r"(?<=\.) (?=[A-Z-])")
+_TIMES = re.compile(r"\b(minutes?|hours?)\b")
 _KINDS = {"int": "N", "float": "X", "comma separated list of strings": "A,B"}
 
 
@@ -53,6 +56,16 @@ def page(program: str, text: str) -> str:
 def own_page() -> str:
   """Formats the help of the running program."""
   return page(sys.argv[0], sys.modules["__main__"].__doc__ or "")
+
+
+def duration(text: str) -> str:
+  """Returns the sentences of a program's help that say how long it takes."""
+  sentences = [
+    sentence
+    for paragraph in text.split("\n\n")
+    for sentence in _SENTENCES.split(" ".join(paragraph.split()))
+  ]
+  return " ".join(filter(_TIMES.search, sentences))
 
 
 def _entry(flag: flags.Flag[Any]) -> str:

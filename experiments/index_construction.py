@@ -84,6 +84,7 @@ def main() -> None:
   folder = pathlib.Path(_OUTPUT.value)
   results.check_writable(folder)
   faiss = index_builders.load_faiss()
+  cli.announce()
   summary = {
     "head_dim": _HEAD_DIM.value,
     "group": _GROUP.value,

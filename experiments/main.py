@@ -19,6 +19,7 @@ from kvjax.registry.naming import suggest
 
 GROUPS = {
   "Compare methods": (
+    "methods",
     "compare",
     "evaluate",
     "trials",

@@ -116,6 +116,7 @@ def main() -> None:
     if flags.FLAGS[name].present and not _SEARCH.value:
       raise InputError(f"--{name} is for --search.")
   use = _use()
+  cli.announce()
   if _SEARCH.value:
     _search(use)
   else:

@@ -91,6 +91,7 @@ def main() -> None:
       f"None of --methods looks anything up; retrieval methods are "
       f"{', '.join(RETRIEVALS)}."
     )
+  cli.announce()
   with run_inputs.loaded() as (lm, devices):
     quality_of, cosines = _measure(lm, chosen)
     settings = dataclasses.replace(

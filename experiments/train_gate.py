@@ -118,6 +118,7 @@ def main() -> None:
       f"{np.mean([len(row) for row in rows]):.0f} tokens",
       flush=True,
     )
+    cli.announce()
     recipe = Recipe(
       cast(Kind, _KIND.value),
       _HIDDEN.value or max(1, lm.config.hidden_size // 8),

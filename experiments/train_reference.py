@@ -51,6 +51,7 @@ def main() -> None:
   stages = _chosen_stages(_STAGES.value)
   output = Path(_OUTPUT.value).absolute()
   results.check_writable(output)
+  cli.announce()
   output.mkdir(parents=True, exist_ok=True)
   trainer = Trainer(output, _SEED.value, stages)
   trainer.run()

@@ -1,10 +1,13 @@
 """Says what a calibration costs before it starts."""
 
+import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvjax.experiments.calibration.measuring import Work
 from kvjax.experiments.report import wording
+from kvjax.experiments.run import multihost
+from kvjax.experiments.run.estimate import Batch, Estimate, estimate
 from kvjax.experiments.run.forecast import Pace
 from kvjax.models.pretrained import Pretrained
 
@@ -33,12 +36,17 @@ class Foreseen(NamedTuple):
     return counted if self.pace is None else f"{counted} {self.pace}"
 
 
+def announce(lm: Pretrained, works: Sequence[Work]) -> None:
+  """Says on stderr what is left to do, and about how long it takes."""
+  seconds = sum(_estimate(lm, work).seconds for work in works if work.batches)
+  if seconds and multihost.is_first():
+    print(f"{_count(works)} {Estimate(seconds)}", file=sys.stderr)
+
+
 def foresee(lm: Pretrained, works: Sequence[Work]) -> Foreseen:
   """Counts what is left to do, and measures a batch twice."""
+  counted = _count(works)
   batches = [one for work in works for one in work.batches]
-  contexts = [q.prompt.context for one in batches for q in one.questions]
-  measurements = sum(len(work.missing) for work in works)
-  pace = None
   if batches:
     work = next(work for work in works if work.batches)
     sizes = [one.shape.rows * one.shape.context for one in batches]
@@ -48,4 +56,25 @@ def foresee(lm: Pretrained, works: Sequence[Work]) -> Foreseen:
       share=sum(sizes) / sizes[0],
       shapes=len({one.shape for one in batches}),
     )
-  return Foreseen(len(contexts), sum(map(len, contexts)), measurements, pace)
+    return counted._replace(pace=pace)
+  return counted
+
+
+def _count(works: Sequence[Work]) -> Foreseen:
+  batches = [one for work in works for one in work.batches]
+  contexts = [q.prompt.context for one in batches for q in one.questions]
+  measurements = sum(len(work.missing) for work in works)
+  return Foreseen(len(contexts), sum(map(len, contexts)), measurements, None)
+
+
+def _estimate(lm: Pretrained, work: Work) -> Estimate:
+  """Estimates a step, whose caches read questions and answers at once."""
+  answers = (
+    max(len(q.prompt.question) + len(q.answer) for q in one.questions)
+    for one in work.batches
+  )
+  batches = [
+    Batch(one.shape.rows, one.shape.context, fed, steps=0)
+    for one, fed in zip(work.batches, answers, strict=True)
+  ]
+  return estimate(lm, work.candidates, batches)

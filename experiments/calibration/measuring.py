@@ -2,10 +2,12 @@
 
 import dataclasses
 import itertools
+import time
 from collections.abc import Callable, Iterator, Sequence, Set
 from typing import NamedTuple
 
 import numpy as np
+from absl import logging
 from jaxtyping import Float
 
 import kvjax
@@ -125,7 +127,14 @@ def measure(
   work = pending(lm, chosen, samples, store, batch)
 
   def measured(one: Batch) -> Iterator[list[Measurement]]:
-    yield list(one.measure(lm, work.candidates))
+    began = time.monotonic()
+    found = list(one.measure(lm, work.candidates))
+    logging.info(
+      "Measured %d contexts of up to %d tokens with %d caches in %.1f s",
+      *(len(one.questions), one.shape.context, len(work.candidates)),
+      time.monotonic() - began,
+    )
+    yield found
 
   for measurements in store.share(work.batches, measured):
     new = [each for each in measurements if each.key in work.missing]

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from absl import logging
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
@@ -113,11 +114,18 @@ class Tuner:
     if self.state.total == 0:
       self._log()
     left = range(self.state.total, self._schedule.steps)
+    logging.info("Starting after step %d of %d", left.start, left.stop)
     with step_bar("finetuning", left) as show:
       began = time.monotonic()
       for _ in left:
         loss = self._step()
         done = self.state.total
+        if done == left.start + 1:
+          loss.block_until_ready()
+          logging.info(
+            "The first step, of %d chunks, took %.1f s with its compilation",
+            *(self._recipe.batch, time.monotonic() - began),
+          )
         if done % _SHOW_EVERY == 0:
           show(done, float(loss))
         epoch_ends = done % self._epoch_steps == 0
@@ -127,6 +135,7 @@ class Tuner:
           if epoch_ends:
             self._log()
           self._checkpoints.save(self.state)
+          logging.info("Saved a checkpoint after step %d", done)
           began = time.monotonic()
 
   def merged(self) -> tuple[DecoderModel, nnx.State]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import safetensors.numpy
+from absl import logging
 from rich import progress
 
 from kvjax import files
@@ -118,6 +119,7 @@ class Trainer:
       "seconds": round(time.monotonic() - began, 1),
     }
     self._gate(fitted).save(self._output)
+    logging.info("Wrote the networks to %s", self._output)
     write_json(done, summary)
     self._clean()
     return summary
@@ -144,10 +146,16 @@ class Trainer:
     self._work.mkdir(exist_ok=True)
     padded = bucket(max(map(len, self._rows)))
     paths = self._text_files()
+    replayed = sum(map(is_present, paths))
+    logging.info("%s has %d replayed parts already", self._work, replayed)
     for number, row in _shown(list(enumerate(self._rows)), "replaying"):
       if not is_present(paths[number]):
-        seed = (self._recipe.seed, number)
+        seed, began = (self._recipe.seed, number), time.monotonic()
         examples.write(paths[number], self._lm, row, padded, self._tokens, seed)
+        logging.info(
+          "Replayed part %d of %d tokens, padded to %d, in %.1f s",
+          *(number, len(row), padded, time.monotonic() - began),
+        )
     return paths
 
   def _layer(
@@ -160,6 +168,7 @@ class Trainer:
     """Fits a layer and tests it, unless its file is there."""
     path = self._layer_file(layer)
     if not is_present(path):
+      began = time.monotonic()
       steps = fitting.fit(examples.read(learned, index), self._recipe, layer)
       held_out = examples.read(tested, index)
       predicted = fitting.predict(steps, held_out.inputs)
@@ -175,6 +184,8 @@ class Trainer:
       }
       content = safetensors.numpy.save(arrays, {"numbers": json.dumps(numbers)})
       files.write_bytes(path, content)
+      seconds = time.monotonic() - began
+      logging.info("Fitted and wrote %s in %.1f s", path, seconds)
     with examples.opened(path) as file:
       found = files.parse_json(file.metadata()["numbers"])
       steps = tuple(

@@ -3,7 +3,7 @@
 import rich.console
 import rich.text
 
-from kvjax.experiments.report import formats, wording
+from kvjax.experiments.report import formats, tables, wording
 from kvjax.experiments.report.formats import Table
 from kvjax.experiments.report.means import (
   Summary,
@@ -51,9 +51,7 @@ def _table(summary: Summary) -> Table:
   }
   if reads_less(averages):
     columns["read"] = [f"{mean.read_tokens:.0f}" for mean in averages]
-  columns["KiB"] = [f"{mean.cache_bytes / 1024:.0f}" for mean in averages]
-  if any(mean.host_bytes for mean in averages):
-    columns["on host"] = [f"{mean.host_bytes / 1024:.0f}" for mean in averages]
+  columns |= tables.of_bytes(averages)
   lines = list(zip(*columns.values(), strict=True))
   return Table("", list(columns), lines, names=2)
 

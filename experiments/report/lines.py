@@ -1,11 +1,13 @@
 """Plot lines with labels at their right ends, for color-blind readers too."""
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.collections import LineCollection
 
 # From the color-blind palettes of Okabe and Ito and of Tol. Markers and dashes
 # differ as well, and no two lines share all three.
@@ -32,6 +34,8 @@ _GREY = "#666666"
 # Minimum distance of two labels in score points, at the default height.
 _LABEL_GAP = 5.4
 _LABELS = 18
+# Where labels' bars stand, in widths of the axes.
+_SIDE = 1.025
 
 
 class Point(NamedTuple):
@@ -135,17 +139,11 @@ def _draw_intervals(axes: Axes, line: Line) -> None:
 def draw_labels(axes: Axes, lines: Sequence[Line]) -> None:
   """Labels the lines at the right, each as close to its end as possible."""
   lines = sorted(lines, key=lambda line: [p.score for p in line.points[::-1]])
-  heights = spread([line.points[-1].score for line in lines])
-  for height, line in zip(heights, lines, strict=True):
-    axes.annotate(
-      "",
-      xy=(1.0, line.points[-1].score),
-      xytext=(1.05, height),
-      xycoords=("axes fraction", "data"),
-      textcoords=("axes fraction", "data"),
-      arrowprops={"arrowstyle": "-", "color": "#BBBBBB", "linewidth": 0.6},
-      annotation_clip=False,
-    )
+  heights = spread([_end(line) for line in lines])
+  labeled = list(zip(heights, lines, strict=True))
+  for score, group in itertools.groupby(labeled, lambda one: _end(one[1])):
+    _draw_leader(axes, score, [height for height, _ in group])
+  for height, line in labeled:
     axes.plot(
       1.05,
       height,
@@ -164,6 +162,28 @@ def draw_labels(axes: Axes, lines: Sequence[Line]) -> None:
       va="center",
       parse_math=False,
     )
+
+
+def _end(line: Line) -> float:
+  return line.points[-1].score
+
+
+def _draw_leader(axes: Axes, score: float, heights: Sequence[float]) -> None:
+  """Joins the end of lines with a bar along their labels.
+
+  Where many methods fail alike, a leader for each would be a fan.
+  """
+  low, high = min(heights), max(heights)
+  nearest = min(max(score, low), high)
+  ends = [[(1.0, score), (_SIDE, nearest)], [(_SIDE, low), (_SIDE, high)]]
+  leader = LineCollection(
+    ends,
+    colors="#BBBBBB",
+    linewidths=0.8,
+    clip_on=False,
+    transform=axes.get_yaxis_transform(),
+  )
+  axes.add_collection(leader, autolim=False)
 
 
 def spread(heights: Sequence[float]) -> list[float]:

@@ -79,7 +79,7 @@ def overview(
   for mean in summary_means:
     for column, text in _uncertainty(mean, name).items():
       columns.setdefault(column, []).append(text)
-  columns |= _bytes(summary_means) | _seconds(summary_means)
+  columns |= of_bytes(summary_means) | _seconds(summary_means)
   if long_answers:
     columns |= _answers(summary_means)
   lines = list(zip(*columns.values(), strict=True))
@@ -199,7 +199,7 @@ def costs(record: Record, long_answers: bool = False) -> Table:
   columns = {
     "method": [mean.method for mean in summary_means],
     **_tokens(summary_means),
-    **_bytes(summary_means),
+    **of_bytes(summary_means),
     **(_answers(summary_means) if long_answers else {}),
   }
   title = f"caches at {wording.budget(*summary_means[-1].name)}"
@@ -290,15 +290,20 @@ def _tokens(summary_means: Sequence[Mean]) -> dict[str, list[str]]:
   return columns
 
 
-def _bytes(summary_means: Sequence[Mean]) -> dict[str, list[str]]:
+def of_bytes(summary_means: Sequence[Mean]) -> dict[str, list[str]]:
   """Builds columns of allocated bytes and the part in host memory."""
-  unit, size = wording.unit(mean.cache_bytes for mean in summary_means)
+  unit, size = _unit(summary_means)
   columns = {unit: [_size(mean.cache_bytes / size) for mean in summary_means]}
   if any(mean.host_bytes for mean in summary_means):
     columns["on host"] = [
       _size(mean.host_bytes / size) for mean in summary_means
     ]
   return columns
+
+
+def _unit(summary_means: Sequence[Mean]) -> tuple[str, float]:
+  """Chooses a unit for all sizes of a table, also those while decoding."""
+  return wording.unit(mean.cache_bytes for mean in summary_means)
 
 
 def _seconds(summary_means: Sequence[Mean]) -> dict[str, list[str]]:
@@ -315,7 +320,7 @@ def _seconds(summary_means: Sequence[Mean]) -> dict[str, list[str]]:
 
 def _answers(summary_means: Sequence[Mean]) -> dict[str, list[str]]:
   """Builds columns of answers' tokens, and of bytes while they are decoded."""
-  unit, size = wording.unit(mean.decoding_bytes or 0 for mean in summary_means)
+  unit, size = _unit(summary_means)
   return {
     "answer": [_known(mean.answer_tokens, 1) for mean in summary_means],
     f"{unit}, decoding": [

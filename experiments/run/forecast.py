@@ -10,7 +10,7 @@ import rich.text
 
 from kvjax.experiments.report import wording
 from kvjax.experiments.report.formats import Table
-from kvjax.experiments.run import multihost
+from kvjax.experiments.run import estimate, multihost
 from kvjax.experiments.run.answering import Seconds, replies
 from kvjax.experiments.run.batching import Context
 from kvjax.experiments.run.comparison import Work
@@ -64,6 +64,20 @@ def cost_of(work: Work) -> Cost:
   )
 
 
+def estimate_of(lm: Pretrained, work: Work) -> estimate.Estimate:
+  """Estimates how long that takes, without running the model."""
+  batches = [
+    estimate.Batch(
+      rows=shape.rows,
+      context=shape.context,
+      fed=_turns(contexts) * shape.question,
+      steps=_turns(contexts) * contexts[0].prompts[0].max_new_tokens,
+    )
+    for shape, contexts in work.batches
+  ]
+  return estimate.estimate(lm, work.candidates, batches)
+
+
 class Pace(NamedTuple):
   """How long batches take.
 
@@ -113,7 +127,8 @@ class Forecast(NamedTuple):
 
   Attributes:
     cost: what it processes.
-    caches: a line for each method and budget: bytes of a context's cache.
+    caches: bytes of a context's cache by budget, for each group of methods
+      whose caches are of equal sizes.
     pace: how long it takes; None without a batch.
   """
 
@@ -159,9 +174,14 @@ def _time(run: Callable[[], None]) -> float:
 def _size(batch: tuple[Shape, list[Context]]) -> int:
   """Returns the padded tokens that a batch processes."""
   shape, contexts = batch
-  turns = max(len(context.prompts) for context in contexts)
   new = contexts[0].prompts[0].max_new_tokens
-  return shape.rows * (shape.context + turns * (shape.question + new))
+  per_turn = shape.question + new
+  return shape.rows * (shape.context + _turns(contexts) * per_turn)
+
+
+def _turns(contexts: list[Context]) -> int:
+  """Returns the questions of a batch that follow one another."""
+  return max(len(context.prompts) for context in contexts)
 
 
 def _caches(lm: Pretrained, work: Work) -> Table:
@@ -170,13 +190,17 @@ def _caches(lm: Pretrained, work: Work) -> Table:
   tokens = round(statistics.fmean(lengths)) if lengths else 0
   sizes = [cache_bytes(lm, each, tokens) for each in work.candidates]
   name, size = wording.unit(sizes)
+  of_method: dict[str, list[tuple[str, str]]] = {}
+  for each, own in zip(work.candidates, sizes, strict=True):
+    line = (wording.budget(each.method, each.budget), f"{own / size:.1f}")
+    of_method.setdefault(each.method, []).append(line)
+  alike: dict[tuple[tuple[str, str], ...], list[str]] = {}
+  for method, found in of_method.items():
+    alike.setdefault(tuple(found), []).append(method)
   lines = [
-    [
-      each.method,
-      wording.budget(each.method, each.budget),
-      f"{own / size:.1f}",
-    ]
-    for each, own in zip(work.candidates, sizes, strict=True)
+    [", ".join(methods), *line]
+    for found, methods in alike.items()
+    for line in found
   ]
   title = f"about the size of a cache, for a context of {tokens} tokens"
   return Table(title, ["method", "budget", name], lines, names=2)

@@ -5,6 +5,8 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
+from absl import logging
+
 from kvjax import files
 from kvjax.errors import InputError
 
@@ -44,3 +46,4 @@ def write_bytes(path: pathlib.Path, content: bytes, kept: str = "") -> None:
       f"{path} cannot be written: {error.strerror}{again if kept else ''}."
     ) from error
   files.write_bytes(path, content, again if kept else "")
+  logging.info("Wrote %s", path)

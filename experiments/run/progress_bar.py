@@ -1,6 +1,7 @@
 """Progress bars on stderr."""
 
 import contextlib
+import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 
 import rich.console
@@ -11,8 +12,19 @@ from kvjax.experiments.run import multihost
 # Called with what is done or in progress, and the number of new steps.
 Advance = Callable[[str, float], None]
 
+
+def _stderr() -> rich.console.Console:
+  """Makes a console; without ipywidgets, Jupyter shows bars when they end."""
+  console = rich.console.Console(stderr=True)
+  if not console.is_jupyter or importlib.util.find_spec("ipywidgets"):
+    return console
+  return rich.console.Console(
+    stderr=True, force_jupyter=False, force_terminal=False
+  )
+
+
 # The same for all bars: rich then shows one within another below it.
-_CONSOLE = rich.console.Console(stderr=True)
+_CONSOLE = _stderr()
 # A line of 80 columns also holds counts and times.
 _BAR_WIDTH = 28
 

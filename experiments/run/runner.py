@@ -99,8 +99,10 @@ def answer(
 
   doing = "compiling" if new else "nothing is new"
   logging.info("%s has %d answers already", folder, len(store.answers))
-  if new and multihost.is_first():
-    print(forecast.cost_of(work), file=sys.stderr)
+  if new:
+    expected = forecast.estimate_of(lm, work)
+    if multihost.is_first():
+      print(f"{forecast.cost_of(work)} {expected}", file=sys.stderr)
   with progress_bar(new, doing) as advance:
 
     def on_answers(task: str, count: int) -> None:

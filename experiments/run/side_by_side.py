@@ -11,6 +11,7 @@ import rich.text
 from kvjax import files
 from kvjax.errors import InputError
 from kvjax.experiments.metrics.string_match import clean
+from kvjax.experiments.report import wording
 from kvjax.experiments.run.answering import Reply, Seconds
 from kvjax.experiments.run.answering import replies as generate_replies
 from kvjax.experiments.run.candidates import Candidate
@@ -85,7 +86,8 @@ def to_terminal(
   table.add_column("method", overflow="fold")
   hybrid = any(reply.global_tokens is not None for reply in replies)
   kept = ("kept, global", "kept, all") if hybrid else ("kept",)
-  for name in ("budget", *kept, "read", "KiB"):
+  unit, size = wording.unit(reply.cache_bytes for reply in replies)
+  for name in ("budget", *kept, "read", unit):
     table.add_column(name, justify="right", no_wrap=True)
   table.add_column("answer", overflow="fold")
   for reply in replies:
@@ -95,7 +97,7 @@ def to_terminal(
       *([] if reply.global_tokens is None else [f"{reply.global_tokens:.0f}"]),
       f"{reply.kept_tokens:.0f}",
       f"{reply.read_tokens:.0f}",
-      f"{reply.cache_bytes / 1024:.0f}",
+      f"{reply.cache_bytes / size:.1f}",
       rich.text.Text(without_repeats(clean(reply.text)) or "(nothing)"),
       end_section=True,
     )

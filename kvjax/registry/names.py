@@ -18,7 +18,7 @@ from kvjax.options.budgets import (
   Tokens,
 )
 from kvjax.options.schedules import WHOLE, Schedule
-from kvjax.registry.naming import make_named, suggest, with_options
+from kvjax.registry.naming import make_named, unknown, with_options
 from kvjax.registry.registry import METHODS, RETRIEVALS, Recipe, recipe_of
 from kvjax.registry.wrappers import WRAPPERS, wrap
 from kvjax.retrieval.base import Retrieval
@@ -42,6 +42,9 @@ def get_recipe(name: str) -> Recipe:
   Raises:
     InputError: no such method, preset or option, or a value out of range.
   """
+  path = name.strip().partition(":")[0]
+  if path.endswith(".py"):
+    raise unknown(path, (), ())
   before, last = _split(name.strip())
   names = [text.partition(":")[0] for text in before]
   kinds = collections.Counter(text.partition(".")[0] for text in names)
@@ -70,8 +73,7 @@ def _split(name: str) -> tuple[list[str], str]:
     first, _, rest = name.partition("/")
     base, colon, _ = first.partition(":")
     # "chunkkv.kvpress" is the name of a method and of a prefix.
-    named = base in {*METHODS, *METHODS.presets} and base not in WRAPPERS
-    if colon and named:
+    if colon and base not in WRAPPERS and METHODS.find(base) is not None:
       break
     before.append(first)
     name = rest
@@ -176,10 +178,14 @@ def get_plan(
   first, slash, kept_name = name.partition("/")
   base = first.partition(":")[0]
   # Prefixes of eviction methods end in a slash, too.
-  is_retrieval = "@" in kept_name or base in {*RETRIEVALS, *RETRIEVALS.presets}
+  is_prefix = slash and base in WRAPPERS
+  is_retrieval = "@" in kept_name or (
+    not is_prefix and RETRIEVALS.find(base) is not None
+  )
   if not is_retrieval:
-    if not slash and base not in {*METHODS, *METHODS.presets}:
-      _raise_unknown(base)
+    if not slash and METHODS.find(base) is None:
+      known = [*METHODS, *METHODS.presets, *RETRIEVALS, *RETRIEVALS.presets]
+      raise unknown(base, known, [*METHODS, *RETRIEVALS])
     recipe = get_recipe(name)
     return Plan(
       recipe.method,
@@ -245,15 +251,6 @@ def _rounded_layer(budget: Budget, rounding: Rounding) -> Budget:
   if isinstance(budget, Retention):
     return dataclasses.replace(budget, rounding=rounding)
   return budget
-
-
-def _raise_unknown(base: str) -> None:
-  """Raises an error that lists the known names."""
-  known = [*METHODS, *METHODS.presets, *RETRIEVALS, *RETRIEVALS.presets]
-  raise InputError(
-    f"There is no method {base!r}{suggest(base, known)}; the methods are "
-    f"{', '.join([*METHODS, *RETRIEVALS])}."
-  )
 
 
 def _kept(text: str) -> tuple[Recipe, Budget]:

@@ -24,17 +24,34 @@ def make_named(name: str, names: Names) -> Any:
     InputError: no such method, preset or option, or a value out of range.
   """
   base, *options = name.split(":")
-  presets = names.presets
-  if base in presets:
-    made = presets[base]
-  elif base in names:
-    made = names[base].make()
-  else:
-    raise InputError(
-      f"There is no method {base!r}{suggest(base, [*names, *presets])}; the "
-      f"methods are {', '.join(names)}."
-    )
+  made = names.find(base)
+  if made is None:
+    raise unknown(base, [*names, *names.presets], names)
   return with_options(base, made, options)
+
+
+def unknown(
+  base: str, known: Iterable[str], methods: Iterable[str]
+) -> InputError:
+  """Makes the error of a name that stands for no method.
+
+  Args:
+    base: the name.
+    known: names that may have been meant.
+    methods: those to list where none is similar.
+  """
+  if base.endswith(".py"):
+    return InputError(
+      f"A method has a name, and {base} is a file; put its class into a "
+      "package with an entry point, as CONTRIBUTING.md shows, and give the "
+      "entry point's name."
+    )
+  guess = suggest(base, known)
+  listed = f"the methods are {', '.join(methods)}"
+  return InputError(
+    f"There is no method {base!r}{guess}; "
+    f"{'kvjax methods lists all' if guess else listed}."
+  )
 
 
 def with_options(

@@ -54,13 +54,18 @@ class Entry:
 
 
 class Names(Mapping[str, Entry]):
-  """Registered methods of one kind by name, in order of registration."""
+  """Registered methods of one kind by name, in order of registration.
+
+  Installed packages are imported when all names, or an unknown one, are asked
+  for: one that cannot be imported is then named, and not in every program.
+  """
 
   def __init__(self) -> None:
     self._entries: dict[str, Entry] = {}
 
   def __getitem__(self, name: str) -> Entry:
-    load_plugins()
+    if all(name not in kind._entries for kind in (METHODS, RETRIEVALS)):
+      load_plugins()
     return self._entries[name]
 
   def __iter__(self) -> Iterator[str]:
@@ -74,6 +79,14 @@ class Names(Mapping[str, Entry]):
   def add(self, name: str, entry: Entry) -> None:
     """Adds an entry."""
     self._entries[name] = entry
+
+  def find(self, name: str) -> Any:
+    """Returns what a name or a preset's name stands for; None for nothing."""
+    base, dot, preset = name.partition(".")
+    entry = self.get(base)
+    if entry is None:
+      return None
+    return entry.presets.get(preset) if dot else entry.make()
 
   @property
   def presets(self) -> Mapping[str, Any]:

@@ -277,7 +277,7 @@ def test_a_cut_line_is_measured_again_and_nothing_else(
   assert sweeps == [2]
 
 
-def test_a_dry_run_counts_what_is_then_measured(tiny, tmp_path):
+def test_a_dry_run_counts_what_is_then_measured(tiny, tmp_path, capsys, caplog):
   chosen = candidates(METHODS, [kvjax.Retention(0.5)])[1:]
   store = Measurements(tmp_path / "t", SETTINGS, Measurement, "measurement")
   work = measuring.pending(tiny, chosen, SAMPLES, store, 2)
@@ -286,14 +286,23 @@ def test_a_dry_run_counts_what_is_then_measured(tiny, tmp_path):
   assert found.contexts == 3
   assert found.pace.first > found.pace.again > 0
   assert found.pace.again <= found.pace.total < 10 * found.pace.first
-  made = measuring.measure(
-    tiny, chosen, SAMPLES, store, 2, lambda task, new: None
-  )
+  dry_run.announce(tiny, [work])
+  announced = capsys.readouterr().err
+  assert announced.startswith(f"{found._replace(pace=None)} Expect about ")
+  with caplog.at_level("INFO", "absl"):
+    made = measuring.measure(
+      tiny, chosen, SAMPLES, store, 2, lambda task, new: None
+    )
+  for one in work.batches:
+    size = f"{len(one.questions)} contexts of up to {one.shape.context} tokens"
+    assert f"Measured {size} with 2 caches in" in caplog.text
   assert found.measurements == len(made)
   assert found.tokens == sum(one.context_tokens for one in made) / len(chosen)
   assert "3 contexts of" in str(found)
   left = measuring.pending(tiny, chosen, SAMPLES, store, 2)
   nothing = dry_run.foresee(tiny, [left])
+  dry_run.announce(tiny, [left])
+  assert not capsys.readouterr().err
   assert str(nothing) == "0 contexts of 0 tokens in all, 0 measurements."
 
 

@@ -1,6 +1,7 @@
 """What binaries set up before they parse their flags."""
 
 import os
+import sys
 import types
 import warnings
 
@@ -73,3 +74,15 @@ def test_a_warning_about_the_input_is_shown_as_a_sentence(
   assert shown == "A field is odd.\n"
   other = warnings.formatwarning(UserWarning("Ouch."), UserWarning, *place)
   assert other.startswith("program.py:3: UserWarning: Ouch.")
+
+
+def test_a_program_announces_its_time_in_the_words_of_its_help(
+  monkeypatch, capsys
+):
+  text = "Does it.\n\nIt prints. It takes three\nminutes."
+  monkeypatch.setattr(sys.modules["__main__"], "__doc__", text)
+  cli.announce()
+  assert capsys.readouterr().err == "It takes three minutes.\n"
+  monkeypatch.setattr(sys.modules["__main__"], "__doc__", None)
+  cli.announce()
+  assert capsys.readouterr().err == ""

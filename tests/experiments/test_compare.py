@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 import shutil
 
 import pytest
@@ -53,6 +54,10 @@ def test_a_run_answers_and_a_second_run_has_nothing_to_do(
   first = binary(*arguments)
   assert first.returncode == 0, first.stderr
   assert "4/4" in first.stderr
+  assert re.search(
+    r"^2 contexts of [0-9,]+ tokens .* Expect about \d+ (s|min) on this",
+    first.stderr,
+  )
   assert "streaming:sinks=2" in first.stdout
   assert "4 answers in" in first.stdout
   folder = tmp_path / "new" / "run"
@@ -82,6 +87,7 @@ def test_a_run_answers_and_a_second_run_has_nothing_to_do(
   second = binary(*arguments)
   assert second.returncode == 0, second.stderr
   assert "0 answers in" in second.stdout
+  assert "Expect" not in second.stderr
   assert "4 from before" in second.stdout
   assert (folder / "samples.jsonl").read_bytes() == lines
   rows = json.loads((folder / "summary.json").read_text())["rows"]

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from absl import logging
 from flax import nnx
 
 import kvjax
@@ -223,7 +224,9 @@ def log_of(output):
 
 
 @pytest.mark.slow
-def test_a_stopped_run_goes_on_bit_for_bit(shallow, tmp_path, monkeypatch):
+def test_a_stopped_run_goes_on_bit_for_bit(
+  shallow, tmp_path, monkeypatch, caplog
+):
   monkeypatch.setattr(tuner, "_SAVE_EVERY", 3)
   before = jax.tree.map(np.asarray, shallow.params)
   whole = started(tmp_path / "whole", shallow)
@@ -255,7 +258,13 @@ def test_a_stopped_run_goes_on_bit_for_bit(shallow, tmp_path, monkeypatch):
   stopped_at(3, output)
   resumed = started(output, shallow)
   assert resumed.state.total == 3
+  logging.set_verbosity(logging.INFO)
   resumed.run()
+  logging.set_verbosity(logging.WARNING)
+  logged = [record.getMessage() for record in caplog.records]
+  assert "Starting after step 3 of 4" in logged
+  assert any(line.startswith("The first step, of 2 chunks,") for line in logged)
+  assert "Saved a checkpoint after step 4" in logged
   jax.tree.map(
     np.testing.assert_array_equal,
     (whole.state.params, whole.state.moments),

@@ -72,6 +72,42 @@ def test_a_forecast_is_what_the_run_does(tiny, results):
   assert "expect" not in shown(nothing)
 
 
+def test_an_estimate_is_of_what_the_run_does(tiny, results, monkeypatch):
+  found = []
+
+  def noted(lm, *given):
+    found.append(given)
+    return forecast.estimate.Estimate(1.0)
+
+  monkeypatch.setattr(forecast.estimate, "estimate", noted)
+  work = comparison.pending(tiny, CHOSEN, SAMPLES, results, 2)
+  forecast.estimate_of(tiny, work)
+  ((chosen, batches),) = found
+  cost = forecast.cost_of(work)
+  assert sum(batch.rows for batch in batches) == cost.contexts
+  new = sum(batch.rows * batch.steps for batch in batches)
+  assert len(chosen) * new == cost.answer_tokens
+  # Padded to shapes that other samples share.
+  padded = sum(batch.rows * batch.context for batch in batches)
+  assert cost.context_tokens <= padded < cost.context_tokens + 4 * 32
+  fed = len(chosen) * sum(batch.rows * batch.fed for batch in batches)
+  assert cost.question_tokens <= fed < cost.question_tokens + 16 * 8
+
+
+def test_methods_of_equal_sizes_share_a_line_per_budget(tiny, results):
+  budgets = [kvjax.Retention(0.5), kvjax.Retention(0.25)]
+  chosen = candidates(["keydiff", "snapkv", "quest"], budgets)
+  work = comparison.pending(tiny, chosen, SAMPLES, results, 2)
+  table = forecast._caches(tiny, work)
+  names = [line[0] for line in table.lines]
+  # What reads less keeps everything.
+  assert names == ["full", *2 * ["keydiff, snapkv"], *2 * ["quest"]]
+  sizes = [float(line[2]) for line in table.lines]
+  assert sizes == pytest.approx(
+    [sizes[0] * share for share in (1, 0.5, 0.25, 1, 1)], abs=0.1
+  )
+
+
 def test_two_contexts_are_timed_however_many_a_batch_has(tiny, results):
   contexts = {
     Part("a", 64): [

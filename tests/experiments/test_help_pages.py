@@ -1,13 +1,15 @@
 """What `--help` prints."""
 
+import ast
 import pathlib
 
 import pytest
 from absl import flags
 
-from kvjax.experiments import help_pages
+from kvjax.experiments import help_pages, main
 
 INPUTS = pathlib.Path(help_pages.__file__).with_name("inputs")
+PROGRAMS = [INPUTS.with_name(f"{name}.py") for name in main.PROGRAMS]
 
 
 def test_every_module_of_flags_has_a_subject():
@@ -32,6 +34,30 @@ def test_every_module_of_flags_has_a_subject():
 )
 def test_help_is_given_to_those_who_ask(arguments, asked):
   assert help_pages.asked(arguments) == asked
+
+
+def test_of_a_help_the_sentences_say_how_long_it_takes():
+  text = """Does it.
+
+  kvjax does --it
+
+does it at 8 tokens. It takes half an hour, and
+2 GB. --fast takes a minute. Seconds count."""
+  said = "It takes half an hour, and 2 GB. --fast takes a minute."
+  assert help_pages.duration(text) == said
+  assert help_pages.duration("Takes no time.") == ""
+
+
+@pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: path.stem)
+def test_a_program_of_minutes_says_so_before_it_starts(path):
+  source = path.read_text(encoding="utf-8")
+  said = help_pages.duration(ast.get_docstring(ast.parse(source)) or "")
+  # Others estimate their own time, or take less than a minute.
+  others = {"compare", "evaluate", "reproduce", "calibrate"}
+  others |= {"calibrate_queries", "show_kept"}
+  assert ("cli.announce()" in source) == (
+    bool(said) and path.stem not in others
+  )
 
 
 def test_a_flag_is_shown_with_its_form_and_its_default(monkeypatch):

@@ -206,7 +206,9 @@ class StopError(Exception):
   """Stands for a signal."""
 
 
-def test_a_stopped_run_goes_on_to_the_same_weights(tiny, folder, tmp_path):
+def test_a_stopped_run_goes_on_to_the_same_weights(
+  tiny, folder, tmp_path, caplog
+):
   """It neither replays a text twice nor fits a layer again."""
   texts = documents.read(folder)
   rows = examples.rows_of(texts, tiny.text, 60, 100)
@@ -223,12 +225,14 @@ def test_a_stopped_run_goes_on_to_the_same_weights(tiny, folder, tmp_path):
 
   def run(name, stops_at=None):
     calls.clear()
+    caplog.clear()
     output = tmp_path / name
     made = Trainer(output, tiny, rows, 30, recipe(epochs=3), {})
     with pytest.MonkeyPatch.context() as patch:
       patch.setattr(examples, "write", counted(examples.write, stops_at))
       patch.setattr(fitting, "fit", counted(fitting.fit, stops_at))
-      return made.run()
+      with caplog.at_level("INFO", "absl"):
+        return made.run()
 
   whole = run("whole")
   everything = ["write"] * len(rows) + ["fit"] * 2
@@ -241,6 +245,10 @@ def test_a_stopped_run_goes_on_to_the_same_weights(tiny, folder, tmp_path):
     assert not (tmp_path / name / "config.json").exists()
     found = run(name)
     assert calls == everything[stops_at:]
+    parts = min(stops_at, len(rows))
+    assert f"{name}/.train_gate has {parts} replayed parts" in caplog.text
+    assert caplog.text.count("Replayed part") == len(rows) - parts
+    assert caplog.text.count("Fitted and wrote") == 2 - (stops_at - parts)
     assert found["r2"] == whole["r2"]
     first, second = (
       safetensors.numpy.load_file(tmp_path / n / "model.safetensors")

@@ -218,7 +218,11 @@ def test_random_is_uniform_and_independent_of_what_follows(seen):
   ("name", "said"),
   [
     ("snapvk", "did you mean snapkv"),
-    ("keydif", "did you mean keydiff"),
+    ("keydif", "method 'keydif' (did you mean keydiff or "),
+    ("keydif", "?); kvjax methods lists all."),
+    ("my.py", "A method has a name, and my.py is a file; put its class"),
+    ("./my.py:power=2", "a name, and ./my.py is a file; put its class into a"),
+    ("ada/../../my.py", "entry point, as CONTRIBUTING.md shows, and give the"),
     ("snapkv.kvpres", "did you mean snapkv.kvpress"),
     ("zzz", "the methods are full"),
     ("keydiff:ancor=pairwise", "did you mean anchor"),

@@ -160,3 +160,39 @@ def test_a_class_and_a_function_are_registered(points):
   )
   assert kvjax.get_method("like_tova") == kvjax.methods.Tova()
   assert kvjax.get_method("by_hand") == kvjax.methods.H2O()
+
+
+_ASKS = """
+import warnings
+import kvjax
+
+# Warnings are errors: none of these names is of a package.
+for name in ("keydiff", "ctkvr.512", "ada/snapkv:window=4", "flat/tova@8"):
+  kvjax.get_plan(name, kvjax.Retention(0.5))
+assert kvjax.get_method("snapkv.kvpress").kernel == 5
+with warnings.catch_warnings(record=True) as caught:
+  warnings.simplefilter("always")
+  for _ in range(2):
+    try:
+      kvjax.get_plan("odd", kvjax.Retention(0.5))
+    except kvjax.InputError as error:
+      assert "no method 'odd'" in str(error)
+print(*[each.message for each in caught], sep="\\n")
+"""
+
+
+def test_a_broken_package_is_named_once_where_unknown_names_are(tmp_path):
+  info = tmp_path / "broken-1.0.dist-info"
+  info.mkdir()
+  (info / "METADATA").write_text("Name: broken\nVersion: 1.0\n")
+  (info / "entry_points.txt").write_text("[kvjax.methods]\nodd = gone:Odd\n")
+  done = subprocess.run(
+    [sys.executable, "-W", "error", "-c", _ASKS],
+    env=os.environ
+    | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)])},
+    capture_output=True,
+    text=True,
+  )
+  assert done.returncode == 0, done.stderr
+  said = "The method 'odd' of broken is left out: No module named 'gone'.\n"
+  assert done.stdout == said

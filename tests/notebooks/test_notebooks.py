@@ -36,14 +36,15 @@ def test_both_forms_hold_the_same_cells_and_no_outputs(script):
 def execute(monkeypatch, tmp_path):
   """Runs a notebook in a Jupyter kernel; returns the value of an expression.
 
-  The kernel has a folder of its own, and a user's settings of JAX.
+  The kernel has a folder of its own, and a user's settings of JAX. The notebook
+  leaves nothing there but folders that are named.
   """
   for name in ("XLA_FLAGS", "MPLBACKEND"):
     monkeypatch.delenv(name)
   for name in [name for name in os.environ if name.startswith("JAX_NUMPY_")]:
     monkeypatch.delenv(name)
 
-  def run(name, expression):
+  def run(name, expression, folders=()):
     copy = tmp_path / f"{name}.ipynb"
     notebook = jupytext.read(NOTEBOOKS / copy.name)
     print_value = f"import json\nprint(json.dumps({expression}))"
@@ -55,7 +56,8 @@ def execute(monkeypatch, tmp_path):
       [command, "--inplace", copy], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert list(tmp_path.iterdir()) == [copy]
+    written = {path.name for path in tmp_path.iterdir()}
+    assert written == {copy.name, *folders}
     *_, last = nbformat.read(copy, as_version=4).cells
     return json.loads("".join(part.text for part in last.outputs))
 
@@ -83,14 +85,26 @@ def test_the_quickstart_answers_plots_and_shows(execute):
 
 
 @pytest.mark.slow
-def test_a_method_of_ones_own_is_on_the_leaderboard(execute):
-  board, shares = execute("own_method", "[board, SHARES]")
-  found = {(method, share): score for share, score, method, _ in board}
+def test_a_method_of_ones_own_is_on_the_leaderboard(execute, tmp_path):
+  means, shown = execute(
+    "own_method",
+    "[[[e.mean.method, e.mean.budget, e.mean.score] for g in board.groups "
+    "for e in g.entries.values()], board.to_markdown([''])]",
+    folders=["results"],
+  )
+  found = {(method, budget): score for method, budget, score in means}
   assert len(found) == 11
-  for share in shares:
+  for budget in ("0.5", "0.25"):
     # Without the values it is KeyDiff.
-    assert found["valued_keys:power=0", share] == found["keydiff", share]
-    assert found["valued_keys", share] > found["random", share]
+    assert found["valued_keys:power=0", budget] == found["keydiff", budget]
+    assert found["valued_keys", budget] > found["random", budget]
+  # The program finds the run, and says the same of it.
+  command = [sys.executable, "-m", "kvjax.experiments.leaderboard", "results"]
+  subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
+  written = tmp_path / "results" / "leaderboard" / "leaderboard.md"
+  tables = [text for text in shown.split("\n\n") if text.startswith("|")]
+  assert len(tables) == 2
+  assert all(table.strip() in written.read_text() for table in tables)
 
 
 @pytest.mark.slow

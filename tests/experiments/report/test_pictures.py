@@ -237,3 +237,23 @@ def test_files_are_named_by_length_where_there_are_several(
     *("score_vs_retention.png", "score_vs_bytes.png", "heatmap.png"),
   ]
   assert all(map(pictures.is_picture, ["score_by_turn.png", "heatmap.png"]))
+
+
+def test_lines_of_one_end_share_a_leader_to_their_labels(answer, record):
+  scores = {"full": 100.0, "a": 0.0, "b": 0.0, "c": 60.0, "d": 0.0}
+  found = record([answer(name, score=of) for name, of in scores.items()])
+  (axes,) = score_plots.score_vs_retention(found).axes
+  leaders = {}
+  for drawn in axes.collections:
+    (_, score), _ = drawn.get_segments()[0]
+    leaders[score] = drawn.get_segments()[1][:, 1]
+  assert {*leaders} == {0, 60, 100}
+  labels = {
+    text.get_text(): text.get_position()[1]
+    for text in axes.texts
+    if text.get_text() in "abcd"
+  }
+  np.testing.assert_allclose(
+    leaders[0], [min(labels[n] for n in "abd"), max(labels[n] for n in "abd")]
+  )
+  np.testing.assert_allclose(leaders[60], [labels["c"]] * 2)

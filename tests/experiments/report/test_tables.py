@@ -301,3 +301,17 @@ def test_budgets_are_in_the_order_of_their_size(answer, record):
     ("compactor", "0.5"),
     ("compactor", "0.25"),
   ]
+
+
+def test_tables_of_one_run_share_a_unit(answer, record):
+  big = {"cache_bytes": 12 * 2**20, "decoding_bytes": 9 * 2**20}
+  found = record(
+    [answer("full", **big), answer("quest", cache_bytes=3 * 2**20)],
+    benchmark="math500",
+  )
+  in_terminal = compared._table(found.summary)
+  assert in_terminal.header[-1] == "MiB"
+  assert [line[-1] for line in in_terminal.lines] == ["12.0", "3.0"]
+  in_full = titled(found, "niah_single_1")
+  assert in_full.header[-3:] == ["MiB", "answer", "MiB, decoding"]
+  assert in_full.lines[0][-3::2] == ("12.0", "9.0")
