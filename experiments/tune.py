@@ -7,7 +7,8 @@ runs every kernel that leaves a choice with each of its block sizes, or other
 options, at the size of a real model. Those that do not compile, or whose
 results are not XLA's, are named and left out. The others take turns, and the
 fastest go into a table by kind of device, which programs take as
-`--kernels_table`. A table that is there is kept but for what is measured.
+`--kernels_table`. A table that is there is kept but for what is measured. It
+takes minutes, most of them to compile.
 --output=kernels/tuning.json, in a checkout, changes the table that comes with
 kvjax.
 """
@@ -38,6 +39,7 @@ def main() -> None:
   """Checks all flags, then tunes the kernels."""
   named = [(choices.operation, choices) for choices in all_choices()]
   wanted = [choices for _, choices in kernel_tables.chosen(named, _ONLY.value)]
+  cli.announce()
   kernel_choices.tune(
     wanted,
     pathlib.Path(_OUTPUT.value),

@@ -144,13 +144,13 @@ print(f"{run}; all in {folder}")
 # %% [markdown]
 # ## The leaderboard
 #
-# It has all runs in the folder `results`, also those of the command line:
-# `kvjax leaderboard results` prints the same, and adds a page and plots.
+# `kvjax leaderboard results/own_method` prints the same, and adds a page and
+# plots. Give it the folders of other runs, too, and it ranks all of them.
 
 # %%
 import rich
 
-board = ranking.merge(run_files.find([pathlib.Path("results")]))
+board = ranking.merge(run_files.find([folder]))
 rich.print(board.to_terminal())
 
 # %% [markdown]

@@ -76,8 +76,8 @@ class Estimate(NamedTuple):
 
   def __str__(self) -> str:
     return (
-      f"Expect about {in_words(self.seconds)} on this device, less if answers "
-      "end early, and a few minutes more where programs are compiled first."
+      f"Expect about {in_words(self.seconds)} here, or less, "
+      "and a few minutes more where programs are compiled first."
     )
 
 

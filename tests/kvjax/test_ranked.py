@@ -18,7 +18,7 @@ from kvjax.testing import random_activations
 
 SHAPE = {"heads": 4, "kv_heads": 2, "head_dim": 32}
 # The third row may read all of its stored tokens.
-LENGTHS, COUNTS, STEPS = [300, 211, 40], [12, 30, 36], 4
+LENGTHS, COUNTS, STEPS = [300, 211, 39], [12, 30, 32], 4
 CTKVR = "ctkvr:sinks=2:local=5:probes=3:centroids=20"
 VARIANTS = {
   "reranked": CTKVR,
