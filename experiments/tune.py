@@ -39,6 +39,7 @@ def main() -> None:
   """Checks all flags, then tunes the kernels."""
   named = [(choices.operation, choices) for choices in all_choices()]
   wanted = [choices for _, choices in kernel_tables.chosen(named, _ONLY.value)]
+  kernel_choices.check_device()
   cli.announce()
   kernel_choices.tune(
     wanted,

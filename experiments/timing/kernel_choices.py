@@ -91,6 +91,20 @@ def fastest(tried: Sequence[Tried]) -> Tried | None:
   return min(timed, key=lambda pair: pair[0])[1] if timed else None
 
 
+def check_device() -> None:
+  """Refuses CPUs.
+
+  Raises:
+    InputError: there is no TPU or GPU.
+  """
+  if jax.default_backend() == "cpu":
+    raise InputError(
+      "JAX finds no TPU or GPU here, and on a CPU kernels are not used: there "
+      "is nothing to tune; install jax[tpu] or jax[cuda13] on a machine that "
+      "has one."
+    )
+
+
 def tune(
   wanted: Sequence[Choices], path: pathlib.Path, rounds: int, seed: int
 ) -> None:
@@ -103,16 +117,10 @@ def tune(
     seed: likewise.
 
   Raises:
-    InputError: there is no TPU or GPU, none of the kernels runs on it, or the
-      file is no table or cannot be written.
+    InputError: none of the kernels runs on this device, or the file is no table
+      or cannot be written.
   """
   platform, kind = jax.default_backend(), tuning.device_kind()
-  if platform == "cpu":
-    raise InputError(
-      "JAX finds no TPU or GPU here, and on a CPU kernels are not used: there "
-      "is nothing to tune; install jax[tpu] or jax[cuda13] on a machine that "
-      "has one."
-    )
   files.check_replaceable(path)
   results.check_writable(path.parent)
   table = dict(tuned_tables.read(path)) if is_present(path) else {}
