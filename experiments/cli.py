@@ -63,6 +63,7 @@ def run_on_arguments(main: Callable[[Sequence[str]], None]) -> None:
   def guarded(argv: Sequence[str]) -> None:
     try:
       with _interruptible():
+        _check_names()
         _check_values(argv[1:])
         main(argv[1:])
     except InputError as error:
@@ -181,6 +182,20 @@ def _at_once() -> Iterator[None]:
     watcher.join()
 
 
+def _check_names() -> None:
+  """Refuses flags of other programs, which this one's imports define.
+
+  Raises:
+    InputError: one was given.
+  """
+  own = help_pages.own_flags()
+  for name in flags.FLAGS:
+    module = flags.FLAGS.find_module_defining_flag(name) or ""
+    foreign = name not in own and module.startswith("kvjax.")
+    if foreign and flags.FLAGS[name].present:
+      raise InputError(_no_flag(name))
+
+
 def _check_values(arguments: Sequence[str]) -> None:
   """Refuses values that no flag or argument of any program can mean.
 
@@ -281,14 +296,16 @@ def _parse(argv: Sequence[str]) -> list[str]:
   except SystemExit:  # absl exits with 1 after printing --helpfull
     sys.exit(0)
   except flags.UnrecognizedFlagError as error:
-    name = error.flagname
-    guess = suggest(name, flags.FLAGS)
-    said = f"There is no flag --{_shorten(name)}{guess}"
-    _refuse(f"{said}; --help lists the flags.")
+    _refuse(_no_flag(error.flagname))
   except flags.Error as error:
     sentence = " ".join(str(error).split()).removesuffix(".").removesuffix(" ?")
     _refuse(f"{_shorten(sentence)}; --help lists the flags.")
   return rest
+
+
+def _no_flag(name: str) -> str:
+  guess = suggest(name, help_pages.own_flags())
+  return f"There is no flag --{_shorten(name)}{guess}; --help lists the flags."
 
 
 def _flags_and_values(arguments: Sequence[str]) -> Iterator[str]:

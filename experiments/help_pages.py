@@ -53,6 +53,12 @@ def page(program: str, text: str) -> str:
   return "\n\n".join(parts)
 
 
+def own_flags() -> frozenset[str]:
+  """Names of the flags on the help page of the running program."""
+  own = flags.FLAGS.get_key_flags_for_module(sys.argv[0])
+  return frozenset(flag.name for flag in own)
+
+
 def own_page() -> str:
   """Formats the help of the running program."""
   return page(sys.argv[0], sys.modules["__main__"].__doc__ or "")

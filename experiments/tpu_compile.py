@@ -81,7 +81,8 @@ def main() -> None:
     files.check_replaceable(output)
     results.check_writable(output.parent)
   chips.prepare_libtpu()
-  cli.announce()
+  if not _QUICK.value:
+    cli.announce()
   # Without a TPU, programs for one can be written to the cache but not read.
   jax.config.update("jax_enable_compilation_cache", False)
   versions = {name: metadata.version(name) for name in _PACKAGES}

@@ -194,6 +194,14 @@ def test_on_a_cpu_it_is_one_sentence(run_binary, tmp_path):
   assert not path.exists()
 
 
+def test_flags_of_other_programs_are_none_of_its_own(run_binary):
+  # Its imports define them.
+  done = run_binary("kvjax.experiments.tune", "--mesh=data:2")
+  assert done.returncode == 2
+  said = "There is no flag --mesh; --help lists the flags.\n"
+  assert done.stderr == said
+
+
 TABLES = {
   "3": "must hold a JSON object",
   '{"TPU v4": 3}': "'TPU v4' has 3",
@@ -218,7 +226,7 @@ def test_what_is_no_table_is_refused(tmp_path, text):
 
 @pytest.mark.parametrize(
   "arguments",
-  [["benchmark_kernels", "--only=select"], ["compare", "--samples=1"]],
+  [["benchmark_kernels", "--only=select"], ["compare", "--model=reference"]],
 )
 def test_a_program_refuses_it_in_one_sentence(run_binary, tmp_path, arguments):
   path = tmp_path / "table.json"
@@ -227,7 +235,6 @@ def test_a_program_refuses_it_in_one_sentence(run_binary, tmp_path, arguments):
   done = run_binary(
     f"kvjax.experiments.{program}",
     *flags,
-    "--model=reference",
     f"--kernels_table={path}",
     f"--output={tmp_path / 'out'}",
   )
