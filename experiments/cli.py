@@ -189,10 +189,15 @@ def _check_names() -> None:
     InputError: one was given.
   """
   own = help_pages.own_flags()
-  for name in flags.FLAGS:
-    module = flags.FLAGS.find_module_defining_flag(name) or ""
-    foreign = name not in own and module.startswith("kvjax.")
-    if foreign and flags.FLAGS[name].present:
+  shared = {
+    name
+    for name in flags.FLAGS
+    if (flags.FLAGS.find_module_defining_flag(name) or "").startswith("kvjax.")
+  }
+  if not shared & own:
+    return  # A script of somebody's own, which imports a program and its flags.
+  for name in shared - own:
+    if flags.FLAGS[name].present:
       raise InputError(_no_flag(name))
 
 

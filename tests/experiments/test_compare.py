@@ -55,7 +55,7 @@ def test_a_run_answers_and_a_second_run_has_nothing_to_do(
   assert first.returncode == 0, first.stderr
   assert "4/4" in first.stderr
   assert re.search(
-    r"^2 contexts of [0-9,]+ tokens .* Expect about \d+ (s|min) on this",
+    r"^2 contexts of [0-9,]+ tokens .* Expect about \d+ (s|min) here",
     first.stderr,
   )
   assert "streaming:sinks=2" in first.stdout

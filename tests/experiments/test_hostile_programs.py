@@ -178,7 +178,8 @@ def test_a_model_that_is_something_else(
 ):
   path = replace(tmp_path / "model", kind)
   values = {"MODEL": str(path), "_KERNELS": "auto", "_MESH": None}
-  for name, value in (values | {"_DTYPE": None}).items():
+  values |= {"_DTYPE": None, "_KERNELS_TABLE": None}
+  for name, value in values.items():
     monkeypatch.setattr(run_inputs, name, types.SimpleNamespace(value=value))
   said = r"has no config\.json|is not a GGUF file|cannot be read"
 
