@@ -137,12 +137,9 @@ class SparseLayer(Layer):
   ) -> list[list[int]]:
     """Positions of the tokens of a row, per KV head; on the host."""
     resident, stored = (
-      self.resident.row_positions(row, index),
-      self.stored.row_positions(row, index),
+      part.row_positions(row, index) for part in (self.resident, self.stored)
     )
-    return [
-      first + second for first, second in zip(resident, stored, strict=True)
-    ]
+    return [one + other for one, other in zip(resident, stored, strict=True)]
 
   def grow(self, extra: int) -> "SparseLayer":
     """Adds `extra` empty slots for appended tokens."""
