@@ -1,5 +1,6 @@
 """Saving and loading of compressed caches."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -8,7 +9,7 @@ import re
 import shutil
 import uuid
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -131,12 +132,22 @@ def save_cache(
     return name
 
   _on_first(directory, finish)
+  if failure is not None:  # On another host alone.
+    with _said(directory):
+      raise failure
 
 
 def _on_first(directory: pathlib.Path, act: Callable[[], str]) -> str:
   """Calls a function that writes to a directory, on the first host."""
-  try:
+  with _said(directory):
     return hosts.from_first(act)
+
+
+@contextlib.contextmanager
+def _said(directory: pathlib.Path) -> Iterator[None]:
+  """Makes one sentence of an error of writing."""
+  try:
+    yield
   except InputError:
     raise
   except _UNWRITTEN as error:

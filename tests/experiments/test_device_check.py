@@ -129,6 +129,8 @@ def test_what_a_compiler_says_of_a_kernel_names_the_flag():
   assert "\n" not in said
   assert "; --kernels=xla runs" in kernel_failures.sentence(at("nowhere"))
   assert kernel_failures.sentence(RuntimeError("out of memory")) is None
+  scalar = RuntimeError("Ran out of memory in memory space smem.")
+  assert "--kernels=xla runs" in kernel_failures.sentence(scalar)
   # JAX raises an error of its own in place of the compiler's.
   outer = ValueError("cannot run")
   outer.__cause__ = at("kernels/gather/tpu.py")

@@ -31,7 +31,8 @@ class Value:
 
 def stub(kernel, name="select/tpu"):
   """Choices of eight numbers: `kernel` is given them and the option's value."""
-  option = {"select/tpu": "unroll", "gather/gpu": "rows"}[name]
+  options = {"select/tpu": "unroll", "gather/gpu": "rows", "sketch/tpu": "step"}
+  option = options[name]
 
   def xla(x):
     return x
@@ -172,6 +173,18 @@ def test_the_fastest_are_written_and_others_stay(tuned, capsys):
   assert "  unroll=16: 16,000.000 ms, equal" in lines
   # Kernels of GPUs are not run on TPUs.
   assert not any("gather/gpu" in line for line in lines)
+
+
+@pytest.mark.usefixtures("clock")
+def test_what_is_measured_outlives_a_later_error(tuned):
+  def breaks(x, value):
+    raise TypeError("no compiler's")
+
+  with pytest.raises(TypeError, match="no compiler's"):
+    tuned(stub(failing), stub(breaks, "sketch/tpu"))
+  assert json.loads(tuned.path.read_text()) == {
+    HERE: {"select/tpu": {"unroll": 8}}
+  }
 
 
 @pytest.mark.parametrize("name", ["select/tpu", "gather/gpu"])

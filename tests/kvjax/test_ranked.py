@@ -25,6 +25,8 @@ VARIANTS = {
   "all that is recalled": f"{CTKVR}:rerank=false",
   "no update": f"{CTKVR}:update=false",
   "all, no update": f"{CTKVR}:rerank=false:update=false",
+  # The first centroids rank few keys, so that lists lack some.
+  "short lists": f"{CTKVR}:causal=true:choice=init",
 }
 OPTIONS = AttentionOptions(scale=0.3, softcap=5.0)
 
