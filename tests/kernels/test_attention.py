@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 from kvjax.kernels.attention import attention, chunked
+from kvjax.kernels.attention.online import Online
+from kvjax.kernels.attention.options import AttentionOptions
 from kvjax.kernels.attention.partial import Partial
 from kvjax.kernels.attention.query_chunks import in_query_chunks
 from kvjax.kernels.quantized import Quantized, dequantize, quantize
@@ -94,6 +96,53 @@ def test_equals_jax_nn_on_a_causal_prompt():
   run = functools.partial(jax.nn.dot_product_attention, is_causal=True)
   theirs = jax.jit(run)(*swapped)
   np.testing.assert_allclose(ours, np.swapaxes(theirs, 1, 2), rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("window", [None, 40], ids=["causal", "window"])
+@pytest.mark.parametrize("hidden", ["nothing", "a key", "a query"])
+def test_chunks_that_are_visible_to_all_need_no_mask(
+  monkeypatch, hidden, window
+):
+  """128 tokens in tiles of 16 x 16: a query's own, and those before it."""
+  q, k, v, queries, _ = block(2, 1, 2, 1, 128, 128, 8)
+  k, v = jnp.nan_to_num(k, nan=1.0), jnp.nan_to_num(v, nan=1.0)
+  places = jnp.arange(128, dtype=jnp.int32)[None, None]
+  if hidden == "a key":
+    places = places.at[..., 20].set(-1)
+    k, v = k.at[:, :, 20].set(jnp.nan), v.at[:, :, 20].set(jnp.nan)
+  if hidden == "a query":
+    queries = queries.at[:, 90].set(-1)
+  args = q, k, v, queries, places
+  monkeypatch.setattr(chunked, "CPU_QUERY_CHUNK", 16)
+  monkeypatch.setattr(chunked, "CPU_LOGITS", 16 * 16)
+  options = AttentionOptions(window=window)
+
+  def run(implementation="chunked"):
+    of = functools.partial(attention, implementation=implementation)
+    return jax.jit(lambda *args: of(*args, options=options))(*args)
+
+  np.testing.assert_allclose(run(), run("reference"), rtol=0, atol=2e-6)
+
+  after = Online.after
+
+  def marked(self, queries, keys, values, visible, options):
+    seen = after(self, queries, keys, values, visible, options)
+    if visible is not None:
+      return seen
+    return seen._replace(weighted=seen.weighted * jnp.nan)
+
+  monkeypatch.setattr(Online, "after", marked)
+  unmasked = np.isnan(run()).all(axis=-1).reshape(2, 8, 16)
+  # All but the first 16 queries have such a chunk, with a window that of the
+  # 16 tokens before them.
+  expected = np.arange(8) > 0
+  if hidden == "a key" and window:
+    expected[2] = False
+  if hidden == "a query":
+    expected[5] = False
+  np.testing.assert_array_equal(
+    unmasked, np.broadcast_to(expected[:, None], unmasked.shape)
+  )
 
 
 def test_bfloat16_stays_close_to_float32():
