@@ -13,8 +13,9 @@ Split = Literal["balanced", "ceil_len"]
 # every key, and the centers with those that exist.
 _Fit = tuple[Array, Array, Array, tuple[Array, Array]]
 
-# A tile's cosines with 500 centers fit in the caches of a processor.
-_TILE = 128
+# Keys at a time: their cosines with 500 centers, and those with their
+# neighbors, then stay in the caches of a processor.
+_TILE = 256
 _EPSILON = 1e-6
 # Mean cosines that differ by less than this share of the largest are ties.
 _ROUNDING = 1e-5
@@ -37,18 +38,7 @@ def deviation(
   It is the negative mean cosine with the keys at most `reach` places away,
   standardized over the prefix. Deviations that may be rounding are set to 0.
   """
-  # Zero vectors have a cosine of 0 with every key: they add to no sum.
-  units = unit(jnp.where(prefix[:, None], keys, 0.0))
-  # Products are linear: one with the sum of the neighbors has all cosines.
-  near = _sum_around(units, reach)
-  ones = prefix[:, None].astype(jnp.float32)
-  count = _sum_around(ones, reach)
-  if not include_self:
-    near, count = near - units, count - ones
-  total = jnp.sum(units * near, axis=1)
-  # By the neighbors that exist: the paper's constant 2 kappa + 1 would make
-  # the keys at both ends look deviant.
-  likeness = total / jnp.maximum(count[:, 0], 1.0)
+  likeness = _likeness(keys, prefix, reach, include_self)
   size = jnp.maximum(jnp.sum(prefix.astype(jnp.float32)), 1.0)
   mean = jnp.sum(jnp.where(prefix, likeness, 0.0)) / size
   centered = jnp.where(prefix, likeness - mean, 0.0)
@@ -61,12 +51,39 @@ def deviation(
   return -centered / jnp.maximum(spread, _EPSILON)
 
 
-def _sum_around(x: Float[Array, "T D"], reach: int) -> Float[Array, "T D"]:
-  """Sums, for each row, the rows at most `reach` places away, and itself."""
-  reach = min(reach, len(x))
-  return jax.lax.reduce_window(
-    x, 0.0, jax.lax.add, (2 * reach + 1, 1), (1, 1), ((reach, reach), (0, 0))
-  )
+def _likeness(
+  keys: Float[Array, "T D"],
+  prefix: Bool[Array, " T"],
+  reach: int,
+  include_self: bool,
+) -> Float[Array, " T"]:
+  """Computes the mean cosine of each key with its neighbors, tile by tile."""
+  length = len(keys)
+  reach, tile = min(reach, length), min(_TILE, length)
+  around = (reach, reach + -length % tile)
+  # Zero vectors have a cosine of 0 with every key: they add to no sum.
+  padded = jnp.pad(jnp.where(prefix[:, None], keys, 0.0), (around, (0, 0)))
+  ones = jnp.pad(prefix.astype(jnp.float32), around)[:, None]
+
+  def of_tile(start: Int[Array, ""]) -> Float[Array, " C"]:
+    def part(x: Float[Array, "S X"]) -> Float[Array, "R X"]:
+      return jax.lax.dynamic_slice_in_dim(x, start, tile + 2 * reach)
+
+    def near(x: Float[Array, "R X"]) -> Float[Array, "C X"]:
+      total = jax.lax.reduce_window(
+        x, 0.0, jax.lax.add, (2 * reach + 1, 1), (1, 1), "VALID"
+      )
+      return total if include_self else total - x[reach : reach + tile]
+
+    units = unit(part(padded))
+    # Products are linear: one with the sum of the neighbors has all cosines.
+    total = jnp.sum(units[reach : reach + tile] * near(units), axis=1)
+    # By the neighbors that exist: the paper's constant 2 kappa + 1 would make
+    # the keys at both ends look deviant.
+    return total / jnp.maximum(near(part(ones))[:, 0], 1.0)
+
+  starts = jnp.arange(0, length, tile, dtype=jnp.int32)
+  return jax.lax.map(of_tile, starts).reshape(-1)[:length]
 
 
 def buckets(
@@ -179,16 +196,18 @@ def nearest(
   tile = min(_TILE, length)
   padded = jnp.pad(keys, ((0, -length % tile), (0, 0)))
 
+  places = jnp.arange(len(centers), dtype=jnp.int32)[:, None]
+
   def assign(part: Float[Array, "C D"]) -> Int[Array, " C"]:
-    # The length of a key does not change which center is nearest.
-    cosines = part @ centers.T
+    # The length of a key does not change which center is nearest. Centers
+    # come first, as XLA vectorizes reductions over the first axis.
+    cosines = centers @ part.T
     # A group without members has the zero vector for its center, which would
     # win over negative cosines.
-    cosines = jnp.where(exists[None], cosines, -jnp.inf)
+    cosines = jnp.where(exists[:, None], cosines, -jnp.inf)
     # As `argmax` does, but in two reductions, which XLA vectorizes.
-    best = jnp.max(cosines, axis=1, keepdims=True)
-    places = jnp.arange(len(centers), dtype=jnp.int32)[None]
-    return jnp.min(jnp.where(cosines == best, places, len(centers) - 1), axis=1)
+    best = jnp.max(cosines, axis=0, keepdims=True)
+    return jnp.min(jnp.where(cosines == best, places, len(centers) - 1), axis=0)
 
   tiles = padded.reshape(-1, tile, keys.shape[1])
   return jax.lax.map(assign, tiles).reshape(-1)[:length]
