@@ -43,7 +43,6 @@ from kvjax.engine.likelihood import (
   negative_log_likelihood as negative_log_likelihood,
 )
 from kvjax.engine.plans import Plan as Plan
-from kvjax.engine.prefill import Measured as Measured
 from kvjax.engine.prefill import measured_sweep as measured_sweep
 from kvjax.engine.prefill import prefill as prefill
 from kvjax.engine.prefill import sweep as sweep
@@ -53,6 +52,7 @@ from kvjax.engine.rerotation import RotaryModel as RotaryModel
 from kvjax.engine.sampling import Sampling as Sampling
 from kvjax.engine.stream import Stream as Stream
 from kvjax.engine.stream import stream as stream
+from kvjax.engine.sweeping import Measured as Measured
 from kvjax.errors import InputError as InputError
 from kvjax.errors import InputWarning as InputWarning
 from kvjax.model import Geometry as Geometry

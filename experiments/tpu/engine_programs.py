@@ -31,7 +31,7 @@ from kvjax.placement import DEVICE, HOST, is_on_host
 
 _ANSWER = 128
 # The program that a prefill waits for in every layer; see
-# `kvjax.engine.prefill`.
+# `kvjax.engine.sweeping`.
 LAYER = "forward_layer"
 
 

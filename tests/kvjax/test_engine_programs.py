@@ -11,7 +11,7 @@ import kvjax
 from kvjax.cache.cache import Cache
 from kvjax.cache.layers import LayerCache
 from kvjax.cache.window import WindowLayer
-from kvjax.engine import generate, prefill
+from kvjax.engine import generate, sweeping
 from kvjax.engine.decode import DecodingInputs
 from kvjax.methods import FullKV, KeyDiff
 from kvjax.model import Geometry, LayerSpec
@@ -49,8 +49,8 @@ def test_a_layers_full_cache_does_not_outlive_the_layer(monkeypatch):
     wait(hidden)
     alive.append(living() - before)
 
-  wait = prefill._wait_for
-  monkeypatch.setattr(prefill, "_wait_for", watched)
+  wait = sweeping._wait_for
+  monkeypatch.setattr(sweeping, "_wait_for", watched)
 
   def run(plan):
     alive.clear()

@@ -9,8 +9,7 @@ import scipy.stats
 
 import kvjax
 from kvjax.calibration.features import OF_SCORES, TAIL
-from kvjax.engine import compress, prompt_programs
-from kvjax.engine import prefill as prefilling
+from kvjax.engine import compress, prompt_programs, sweeping
 from kvjax.testing import TinyModel
 
 MODEL = TinyModel()
@@ -168,7 +167,7 @@ def test_other_prompts_run_the_same_programs():
 
 
 def test_scores_are_shaped_on_demand(monkeypatch):
-  monkeypatch.setattr(prefilling, "shape_of_scores", None)
+  monkeypatch.setattr(sweeping, "shape_of_scores", None)
   plans = [automatic("keydiff", slopes=(("tail_nll", 0.1),)), plan_of("tova")]
   caches, _ = kvjax.sweep(MODEL, PARAMS, PROMPTS, plans)
   assert len(caches) == 2

@@ -1,0 +1,290 @@
+"""One pass over whole prompts, from which many plans keep their caches.
+
+The host calls one compiled program per layer for the forward pass, one per
+method for its scores and one per plan to keep what it selects. Layers of one
+kind share these programs, and so do sweeps with common methods or plans.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, PyTree
+
+from kvjax.activations import Activations
+from kvjax.cache.cache import Cache
+from kvjax.calibration.features import Features
+from kvjax.calibration.record import Calibrated
+from kvjax.engine import prompt_programs
+from kvjax.engine.building import CacheBuilder
+from kvjax.engine.compress import Evaluation, shape_of_scores
+from kvjax.engine.deferred import Deferred, replay_of
+from kvjax.engine.evaluate import (
+  Evaluations,
+  evaluate_all,
+  find_evaluated,
+  list_evaluations,
+)
+from kvjax.engine.model_layers import layer_stacks
+from kvjax.engine.plans import Plan
+from kvjax.engine.prepared import PreparedPlan, prepare, prepare_calibrated
+from kvjax.engine.thresholds import must_keep
+from kvjax.engine.whole_model import HeadCounts
+from kvjax.hosts import read
+from kvjax.model import Model
+from kvjax.options.budgets import Threshold
+from kvjax.prompts import Prompts
+
+# r* of each row for plans with a `Calibrated` budget, None for other plans.
+_Retentions = tuple[Float[np.ndarray, " B"] | None, ...]
+
+
+class Measured(NamedTuple):
+  """The result of a sweep, with the likelihood of the prompts.
+
+  Attributes:
+    caches: one cache for each plan.
+    logits: logits after each row's last token.
+    nll: NLL(c) of each row; see `kvjax.negative_log_likelihood`.
+    features: what the prefill tells about each row, for each plan.
+    retentions: r* of each row for plans with a `Calibrated` budget, None for
+      other plans.
+  """
+
+  caches: tuple[Cache, ...]
+  logits: Float[Array, "B V"]
+  nll: Float[Array, " B"]
+  features: tuple[Features, ...]
+  retentions: _Retentions
+
+
+class Requested(NamedTuple):
+  """The features to measure in a sweep.
+
+  Attributes:
+    likelihood: whether to compute likelihoods; if not, they are NaN.
+    scores: evaluations the shape of whose scores is computed, in an order that
+      all hosts of a mesh share.
+  """
+
+  likelihood: bool
+  scores: tuple[Evaluation, ...]
+
+
+def sweep_prompts(
+  model: Model,
+  params: PyTree,
+  prompts: Prompts,
+  plans: Sequence[Plan],
+  requested: Requested,
+) -> Measured:
+  """Runs prompts once, keeps a cache for each plan, and measures features.
+
+  Args:
+    model: the functions.
+    params: the weights.
+    prompts: rows of unequal lengths, which the model can process.
+    plans: at least one plan for whole prompts, which fit the model.
+    requested: the features.
+
+  Raises:
+    InputError: a prompt protects more tokens than are kept.
+  """
+  one = _Sweep(model, prompts, plans, requested)
+  logits, nll = one.forward(params)
+  one.replay(params)
+  features, retentions = one.measure(nll)
+  one.keep_deferred(retentions)
+  return Measured(one.caches(), logits, nll[0], features, retentions)
+
+
+class _Sweep:
+  """The caches of many plans, while prompts pass through the layers."""
+
+  def __init__(
+    self,
+    model: Model,
+    prompts: Prompts,
+    plans: Sequence[Plan],
+    requested: Requested,
+  ) -> None:
+    """Starts before the first layer; see `sweep_prompts`."""
+    self._model, self._prompts, self._plans = model, prompts, plans
+    self._requested = requested
+    self._lengths = jnp.asarray(prompts.lengths, jnp.int32)
+    mask = prompts.protected
+    self._protected = None if mask is None else jnp.asarray(mask)
+    self._prepared = [
+      None if plan.adapts else prepare(plan, prompts, model.geometry)
+      for plan in plans
+    ]
+    # By the plans' indices. Others follow when what they wait for is known.
+    self._builders = {
+      index: CacheBuilder(model, ready, self._protected)
+      for index, ready in enumerate(self._prepared)
+      if ready is not None and not ready.waits
+    }
+    self._waiting = [n for n in range(len(plans)) if n not in self._builders]
+    self._deferred = Deferred([plans[index] for index in self._waiting])
+    self._latest: Evaluations = {}
+    self._shapes: dict[Evaluation, list[Float[Array, "3 B"]]] = {
+      evaluation: [] for evaluation in requested.scores
+    }
+
+  def forward(
+    self, params: PyTree
+  ) -> tuple[Float[Array, "B V"], Float[Array, "2 B"]]:
+    """Runs all layers, and compresses each by the plans that wait for nothing.
+
+    Returns:
+      The logits after each row's last token, and the likelihoods.
+    """
+    model, geometry = self._model, self._model.geometry
+    tokens, lengths = jnp.asarray(self._prompts.tokens), self._lengths
+    positions = prompt_programs.positions(lengths, tokens.shape[1])
+    hidden, shared = prompt_programs.embed(model, params, tokens, positions)
+    weights = layer_stacks(model, params)
+    optional = frozenset[str]().union(*(p.activations for p in self._plans))
+    for layer, spec in enumerate(geometry.layers):
+      # `hidden` is donated: the states of the layer before are gone after this.
+      hidden, activations = prompt_programs.forward_layer(
+        weights[spec.weights],
+        np.int32(geometry.weight_index[layer]),
+        hidden,
+        shared,
+        positions,
+        model=model,
+        how=(spec, optional),
+      )
+      if activations is not None:
+        self._compress(layer, activations)
+        _wait_for(hidden)
+    return prompt_programs.head(
+      params,
+      hidden,
+      tokens,
+      lengths,
+      model=model,
+      measured=self._requested.likelihood,
+    )
+
+  def _compress(self, layer: int, activations: Activations) -> None:
+    """Evaluates a layer, keeps what is selected, and stores what waits."""
+    requests = list_evaluations(
+      layer,
+      self._plans,
+      self._prepared,
+      self._model.geometry,
+      self._requested.scores,
+    )
+    later = {e: scored for e, scored in requests.items() if replay_of(e)}
+    now = {e: requests[e] for e in requests if e not in later}
+    evaluations = evaluate_all(layer, activations, now, self._latest)
+    # A layer may copy a selection across layers that evict nothing.
+    self._latest = {**self._latest, **evaluations}
+    self._add_shapes(activations, evaluations)
+    for index, builder in self._builders.items():
+      evaluated = find_evaluated(self._plans[index], evaluations)
+      builder.keep(layer, activations, evaluated)
+    # Scores are computed, so optional activations are no longer needed.
+    self._deferred.add(layer, activations, later, evaluations)
+
+  def replay(self, params: PyTree) -> None:
+    """Replays the prompts, for methods that score by a replay."""
+    layers = self._deferred.replay(self._model, params, self._prompts)
+    for activations, evaluations in layers:
+      self._add_shapes(activations, evaluations)
+
+  def _add_shapes(
+    self, activations: Activations, evaluations: Evaluations
+  ) -> None:
+    """Adds the shape of the scores of a layer."""
+    for evaluation, found in self._shapes.items():
+      if evaluation in evaluations and evaluations[evaluation][1].has_scores:
+        evaluated = evaluations[evaluation][1]
+        found.append(
+          shape_of_scores(evaluation, activations.only(()), evaluated)
+        )
+
+  def measure(
+    self, nll: Float[Array, "2 B"]
+  ) -> tuple[tuple[Features, ...], _Retentions]:
+    """Finds the features, if requested, and the calibrated retentions."""
+    if not self._requested.likelihood:
+      return (), (None,) * len(self._plans)
+    features = self._features(nll)
+    retentions = tuple(
+      plan.budget.retentions(of_plan)
+      if isinstance(plan.budget, Calibrated)
+      else None
+      for plan, of_plan in zip(self._plans, features, strict=True)
+    )
+    return features, retentions
+
+  def _features(self, nll: Float[Array, "2 B"]) -> tuple[Features, ...]:
+    """Collects the features for each plan, on the host.
+
+    Those of scores are means over the layers that a method scores.
+    """
+    # One transfer, after the whole pass.
+    (of_prompts, of_tails), by_layer = read((nll, list(self._shapes.values())))
+    means = {
+      evaluation: np.mean(values, axis=0)
+      for evaluation, values in zip(self._shapes, by_layer, strict=True)
+      if values
+    }
+    lengths = np.asarray(self._prompts.lengths)
+    return tuple(
+      Features(
+        of_prompts, lengths, of_tails, *means.get(Evaluation.of(plan), ())
+      )
+      for plan in self._plans
+    )
+
+  def keep_deferred(self, retentions: _Retentions) -> None:
+    """Makes the caches of the plans that waited for all layers."""
+    plans, prompts, geometry = self._plans, self._prompts, self._model.geometry
+    by_threshold = self._deferred.prepare_thresholds(plans, prompts, geometry)
+    late: list[tuple[Plan, CacheBuilder, HeadCounts]] = []
+    for index in self._waiting:
+      plan, protected = plans[index], self._protected
+      if isinstance(plan.budget, Threshold):
+        protected = jnp.asarray(must_keep(plan.budget, prompts))
+        ready, counts = by_threshold[index]
+      else:
+        ready, counts = self._deferred.count_by_head(
+          self._ready(index, retentions), protected, geometry
+        )
+      self._builders[index] = CacheBuilder(self._model, ready, protected)
+      late.append((plan, self._builders[index], counts))
+    self._deferred.keep(late)
+
+  def _ready(self, index: int, retentions: _Retentions) -> PreparedPlan:
+    """The prepared plan, by its calibrated retentions if it has them."""
+    plan, shares = self._plans[index], retentions[index]
+    if shares is not None:
+      return prepare_calibrated(
+        plan, shares, self._prompts, self._model.geometry
+      )
+    ready = self._prepared[index]
+    assert ready is not None
+    return ready
+
+  def caches(self) -> tuple[Cache, ...]:
+    """The cache of every plan."""
+    return tuple(
+      self._builders[index].cache(self._lengths)
+      for index in range(len(self._plans))
+    )
+
+
+def _wait_for(hidden: Float[Array, "B S E"]) -> None:
+  """Blocks the host until a layer's forward pass has been computed.
+
+  The device still compresses the layer then, so that it does not idle. Without
+  this, the host would run ahead and allocate activations of many layers.
+  """
+  if not isinstance(hidden, jax.core.Tracer):
+    hidden.block_until_ready()
