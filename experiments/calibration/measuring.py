@@ -14,13 +14,13 @@ import kvjax
 from kvjax.engine.prepared import prepare
 from kvjax.errors import InputError
 from kvjax.experiments.run import prefilling
-from kvjax.experiments.run.answering import TokenCounts
 from kvjax.experiments.run.candidates import FULL, Candidate
 from kvjax.experiments.run.comparison import wanted
 from kvjax.experiments.run.line_files import Line
 from kvjax.experiments.run.prompting import Prompt, Shape, check_context_length
 from kvjax.experiments.run.results import Key, Part, Samples
 from kvjax.experiments.run.shared_lines import SharedLines
+from kvjax.experiments.run.token_counts import TokenCounts
 from kvjax.experiments.tasks import niah
 from kvjax.experiments.tasks.sample import Sample
 from kvjax.hosts import read

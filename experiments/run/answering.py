@@ -12,64 +12,14 @@ from absl import logging
 from jaxtyping import Array, Float, Int
 
 import kvjax
-from kvjax import hosts
-from kvjax.cache.window import WindowLayer
 from kvjax.experiments.run import prefilling
 from kvjax.experiments.run.candidates import Candidate
 from kvjax.experiments.run.prompting import Prompt, Prompted, Shape
+from kvjax.experiments.run.token_counts import TokenCounts
 from kvjax.models.pretrained import Pretrained
 from kvjax.placement import HOST
 from kvjax.prompts import bucket
 from kvjax.struct import tree_bytes
-
-
-class TokenCounts(NamedTuple):
-  """Token counts of each row of a cache.
-
-  Attributes:
-    tokens: tokens processed so far.
-    kept: tokens in the cache, mean over layers and KV heads.
-    read: tokens that the next token attends to, likewise.
-    kept_globally: tokens in layers without a window, which budgets are of,
-      likewise; None unless some layers have a window and others have none.
-  """
-
-  tokens: Int[np.ndarray, " R"]
-  kept: Float[np.ndarray, " R"]
-  read: Float[np.ndarray, " R"]
-  kept_globally: Float[np.ndarray, " R"] | None
-
-  @classmethod
-  def of(cls, cache: kvjax.Cache) -> "TokenCounts":
-    """Counts the tokens of a cache."""
-    tokens, kept, read = hosts.read(
-      (cache.next_positions, cache.lengths, cache.num_attended)
-    )
-    is_local = [
-      isinstance(cache.stacks[stack], WindowLayer)
-      for stack in cache.order
-      if stack >= 0
-    ]
-
-    def mean(counts: Int[np.ndarray, "L R K"]) -> Float[np.ndarray, " R"]:
-      return np.mean(counts, axis=(0, 2), dtype=np.float64)
-
-    of_global = None
-    if any(is_local) and not all(is_local):
-      of_global = mean(kept[np.logical_not(is_local)])
-    return cls(tokens, mean(kept), mean(read), of_global)
-
-  @property
-  def evictable(self) -> Float[np.ndarray, " R"]:
-    """Tokens in the layers that budgets are of, mean over these and KV heads.
-
-    If all layers have a window, those in all.
-    """
-    return self.kept if self.kept_globally is None else self.kept_globally
-
-  def share(self, row: int) -> float:
-    """The share that a row keeps of the layers that budgets are of."""
-    return float(self.evictable[row] / self.tokens[row])
 
 
 class Reply(NamedTuple):
@@ -147,83 +97,54 @@ def replies(
   """
   rows = [*contexts, *[contexts[-1]] * (shape.rows - len(contexts))]
   began = time.monotonic()
-  texts = [
-    prompts[0].context if shape.question else prompts[0].prefilled
-    for prompts in rows
-  ]
-  prefilled = dict(
-    enumerate(
-      prefilling.prefill_all(
-        lm,
-        [candidate.plan for candidate in candidates],
-        kvjax.Prompts.of(texts, shape.context),
-      )
-    )
-  )
-  jax.block_until_ready(prefilled)
+  prefilled = _prefill(lm, candidates, rows, shape)
   elapsed = time.monotonic() - began
   seconds.prefill += elapsed
   logging.info(
     "Prefilled %d contexts of up to %d tokens for %d caches in %.1f s",
     *(len(contexts), shape.context, len(prefilled), elapsed),
   )
-
   turns = max(len(prompts) for prompts in contexts)
   stays = contexts[0][0].stays
   for group in _groups(lm, [one.cache for one in prefilled.values()], stays):
     # Each cache is freed when it has been joined.
-    parts = [prefilled.pop(index) for index in group]
-    own = [_OwnCache.of(lm, part, contexts[0][0], shape) for part in parts]
-    cache = kvjax.stack([part.cache for part in parts])
-    logits = jnp.concatenate([part.logits for part in parts])
+    parts = {index: prefilled.pop(index) for index in group}
+    joined = _Joined.of(lm, parts, rows[0], shape)
     del parts
-    counts = TokenCounts.of(cache)
-    if stays:
-      cache = _with_capacity(cache, rows[0], shape)
     for turn in range(turns):
       began = time.monotonic()
-      prompts_of_turn = [
-        prompts[min(turn, len(prompts) - 1)] for prompts in rows
-      ]
-      if stays:
-        answers, cache = _turn(lm, cache, prompts_of_turn, shape)
-        counts = TokenCounts.of(cache)
-      else:
-        answers = _answers(lm, cache, logits, prompts_of_turn, shape)
+      answers = joined.answer(
+        lm, [prompts[min(turn, len(prompts) - 1)] for prompts in rows], shape
+      )
       elapsed = time.monotonic() - began
       seconds.answer += elapsed
       logging.info("Answered from %d caches in %.1f s", len(group), elapsed)
       yield [
-        Reply(
-          candidates[index],
-          row,
-          turn,
-          tokens := int(counts.tokens[place + row]),
-          counts.share(place + row)
-          if isinstance(candidates[index].plan.budget, kvjax.Threshold)
-          else candidates[index].retention(tokens)
-          if (calibrated := alone.retentions) is None
-          else float(calibrated[row]),
-          float(counts.kept[place + row]),
-          float(counts.read[place + row]),
-          alone.nbytes // shape.rows,
-          alone.host_nbytes // shape.rows,
-          ids := answers[place + row],
-          lm.text.decode(ids),
-          (cache.nbytes // len(group) if stays else alone.decoding_nbytes)
-          // shape.rows,
-          None
-          if counts.kept_globally is None
-          else float(counts.kept_globally[place + row]),
-        )
-        for place, index, alone in zip(
-          range(0, len(logits), shape.rows), group, own, strict=True
-        )
+        joined.reply(lm, candidates[index], place, row, turn, answers)
+        for place, index in enumerate(group)
         for row, prompts in enumerate(contexts)
         if turn < len(prompts)
       ]
     # Before the next group is joined.
-    del cache, logits
+    del joined
+
+
+def _prefill(
+  lm: Pretrained,
+  candidates: Sequence[Candidate],
+  rows: Sequence[Prompted],
+  shape: Shape,
+) -> dict[int, prefilling.Prefilled]:
+  """Prefills the contexts for every candidate, and waits until it is done."""
+  texts = [
+    prompts[0].context if shape.question else prompts[0].prefilled
+    for prompts in rows
+  ]
+  plans = [candidate.plan for candidate in candidates]
+  prompts = kvjax.Prompts.of(texts, shape.context)
+  prefilled = dict(enumerate(prefilling.prefill_all(lm, plans, prompts)))
+  jax.block_until_ready(prefilled)
+  return prefilled
 
 
 class _OwnCache(NamedTuple):
@@ -257,6 +178,109 @@ class _OwnCache(NamedTuple):
         lm.model, cache, shape.question, _decoding(lm, [prompt])
       ),
       prefilled.retentions,
+    )
+
+
+@dataclasses.dataclass
+class _Joined:
+  """Caches of several candidates that decode as one batch.
+
+  Attributes:
+    cache: the caches, with the rows of one candidate after those of another.
+    logits: logits after the context.
+    counts: tokens of each row.
+    own: what is reported of each candidate's own cache.
+    rows: rows of a candidate.
+    stays: whether turns stay in the cache.
+  """
+
+  cache: kvjax.Cache
+  logits: Float[Array, "B V"]
+  counts: TokenCounts
+  own: list[_OwnCache]
+  rows: int
+  stays: bool
+
+  @classmethod
+  def of(
+    cls,
+    lm: Pretrained,
+    parts: dict[int, prefilling.Prefilled],
+    turns: Prompted,
+    shape: Shape,
+  ) -> "_Joined":
+    """Joins caches.
+
+    Args:
+      lm: the model.
+      parts: the caches, by the numbers of their candidates.
+      turns: the prompts of a context.
+      shape: see `Shape`.
+    """
+    own = [_OwnCache.of(lm, one, turns[0], shape) for one in parts.values()]
+    cache = kvjax.stack([one.cache for one in parts.values()])
+    logits = jnp.concatenate([one.logits for one in parts.values()])
+    counts, stays = TokenCounts.of(cache), turns[0].stays
+    if stays:
+      cache = _with_capacity(cache, turns, shape)
+    return cls(cache, logits, counts, own, shape.rows, stays)
+
+  def answer(
+    self, lm: Pretrained, prompts: Sequence[Prompt], shape: Shape
+  ) -> list[list[int]]:
+    """Answers a question of each context; keeps the turn if turns stay."""
+    if not self.stays:
+      return _answers(lm, self.cache, self.logits, prompts, shape)
+    answers, self.cache = _turn(lm, self.cache, prompts, shape)
+    self.counts = TokenCounts.of(self.cache)
+    return answers
+
+  def reply(
+    self,
+    lm: Pretrained,
+    candidate: Candidate,
+    place: int,
+    row: int,
+    turn: int,
+    answers: Sequence[list[int]],
+  ) -> Reply:
+    """Reports the answer of a candidate to the question of a row.
+
+    Args:
+      lm: the model.
+      candidate: the candidate.
+      place: its place among those that are joined.
+      row: number of the context.
+      turn: number of the question.
+      answers: what `answer` returned.
+    """
+    own, counts = self.own[place], self.counts
+    at = place * self.rows + row
+    tokens = int(counts.tokens[at])
+    if isinstance(candidate.plan.budget, kvjax.Threshold):
+      retention = counts.share(at)
+    elif own.retentions is None:
+      retention = candidate.retention(tokens)
+    else:
+      retention = float(own.retentions[row])
+    decoding_nbytes = own.decoding_nbytes
+    if self.stays:
+      decoding_nbytes = self.cache.nbytes // len(self.own)
+    of_global = counts.kept_globally
+    return Reply(
+      candidate,
+      row,
+      turn,
+      context_tokens=tokens,
+      retention=retention,
+      kept_tokens=float(counts.kept[at]),
+      read_tokens=float(counts.read[at]),
+      cache_bytes=own.nbytes // self.rows,
+      host_bytes=own.host_nbytes // self.rows,
+      tokens=answers[at],
+      text=lm.text.decode(answers[at]),
+      decoding_bytes=decoding_nbytes // self.rows,
+      global_tokens=None if of_global is None else float(of_global[at]),
     )
 
 

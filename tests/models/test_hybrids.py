@@ -19,7 +19,7 @@ from kvjax.engine.forward import (
   block_positions,
   hidden_states,
 )
-from kvjax.experiments.run import answering
+from kvjax.experiments.run.token_counts import TokenCounts
 from kvjax.kernels import dispatch
 from kvjax.models.pretrained import load_decoder
 from kvjax.testing import kept_positions
@@ -158,7 +158,7 @@ def test_a_model_with_windows_alone_is_said_not_to_be_compressed():
 
 def test_a_run_counts_tokens_in_global_layers_and_in_all():
   model, _, cache, _ = prefilled("gpt_oss")
-  counts = answering.TokenCounts.of(cache)
+  counts = TokenCounts.of(cache)
   assert counts.tokens.tolist() == list(LENGTHS)
   of_global = np.minimum(LENGTHS, KEPT)
   np.testing.assert_allclose(counts.kept_globally, of_global)
@@ -168,7 +168,7 @@ def test_a_run_counts_tokens_in_global_layers_and_in_all():
   local = np.minimum(LENGTHS, WINDOW)
   np.testing.assert_allclose(counts.kept, (of_global + local) / 2)
   uniform = prefilled("qwen3_moe")[2]
-  assert answering.TokenCounts.of(uniform).kept_globally is None
+  assert TokenCounts.of(uniform).kept_globally is None
 
 
 @pytest.mark.parametrize("name", HYBRIDS)
