@@ -42,7 +42,6 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, cast
 
-import rich.text
 from absl import flags, logging
 
 import kvjax
@@ -51,14 +50,7 @@ from kvjax.calibration.record import Preset, check_tau
 from kvjax.errors import InputError
 from kvjax.experiments import cli
 from kvjax.experiments.benchmarks.ruler import generator
-from kvjax.experiments.calibration import (
-  dry_run,
-  fits,
-  measuring,
-  pictures,
-  record_files,
-  tables,
-)
+from kvjax.experiments.calibration import dry_run, fits, measuring, writing
 from kvjax.experiments.calibration.fits import PAPER, PREFILL
 from kvjax.experiments.calibration.measuring import Measurement, Measurements
 from kvjax.experiments.inputs import (
@@ -67,9 +59,7 @@ from kvjax.experiments.inputs import (
   run_inputs,
   text_inputs,
 )
-from kvjax.experiments.report import wording
-from kvjax.experiments.report.pictures import png
-from kvjax.experiments.run import environment, multihost, outputs, results
+from kvjax.experiments.run import environment, multihost, results
 from kvjax.experiments.run.candidates import (
   DEFAULT,
   FULL,
@@ -155,13 +145,10 @@ _TAU = flags.DEFINE_float(
 )
 _OUTPUT = flags.DEFINE_string("output", "results/calibration", "Output folder.")
 
-_RECORDS = "records"
 # The files of measurements, and what is added to the seed of their samples.
 _TRIPLES, _MORE, _HELD = "triples.jsonl", "others.jsonl", "held_out.jsonl"
 _REACHED = "reached.jsonl"
 _SEEDS = {_TRIPLES: 0, _MORE: 1, _HELD: 2, _REACHED: 2}
-# The records that survive if another file cannot be written.
-_KEPT = "measurements"
 
 
 def main() -> None:
@@ -189,23 +176,7 @@ def main() -> None:
         console.print(str(dry_run.foresee(lm, works)))
       return
     dry_run.announce(lm, works)
-    measured = {
-      file: run.measure(file, chosen, samples)
-      for file, samples in steps.items()
-    }
-    triples, held_out = measured[_TRIPLES], measured[_HELD]
-    others = measured.get(_MORE, [])
-    fitted = fits.fit(
-      chosen,
-      fits.Sets(triples, others, held_out),
-      cast(Preset, _RULE.value),
-      fits.Origin(settings.weights, run.data, settings.seed),
-    )
-    if _RULE.value == PAPER:
-      # Its retentions are not among the measured ones.
-      automatic = [method.automatic(_TAU.value) for method in fitted]
-      reached = run.measure(_REACHED, automatic, steps[_HELD])
-      fitted = fits.add_reached(fitted, reached)
+    fitted = run.fit(chosen, steps)
     device = environment.device(devices)
   if not multihost.is_first():
     return
@@ -213,39 +184,16 @@ def main() -> None:
     "length": lengths,
     "rule": _RULE.value,
     "samples": _SAMPLES.value,
-    "others": _OTHERS.value if others else 0,
+    "others": _others(),
     "held_out": _HELD_OUT.value,
     "tau": _TAU.value,
     "device": device,
     "versions": environment.versions(),
     "seconds": round(time.monotonic() - began, 1),
-    "trials": _trials(folder / _RECORDS),
+    "trials": _trials(folder / writing.RECORDS),
     "rows": [method.row(_TAU.value) for method in fitted],
   }
-  title = tables.title(summary)
-  plots = {
-    "ratio_curves.png": pictures.ratio_curves(fitted, title),
-    "retention_bars.png": pictures.retention_bars(fitted, _TAU.value, title),
-  }
-  records_folder = folder / _RECORDS
-  records_folder.mkdir(exist_ok=True)
-  for method in fitted:
-    name = record_files.file_name(method.name, method.plan.per_query_head)
-    method.calibration.save(records_folder / name)
-    logging.info("Wrote %s", records_folder / name)
-  for name, figure in plots.items():
-    outputs.write_bytes(folder / name, png(figure), _KEPT)
-  text = tables.markdown(summary, list(plots))
-  outputs.write_json(folder / "summary.json", summary, _KEPT)
-  outputs.write_text(folder / "calibration.md", text, _KEPT)
-  console.print(rich.text.Text(title), *tables.tables(summary), sep="\n")
-  console.print(rich.text.Text(tables.circumstances(summary), style="dim"))
-  console.print(
-    f"{wording.count(len(fitted), 'record')} in {records_folder}; all in "
-    f"{folder}",
-    soft_wrap=True,
-  )
-  console.print(f"{tables.TRIALS} {summary['trials']}", soft_wrap=True)
+  writing.write(folder, summary, fitted, console)
 
 
 class _Run(NamedTuple):
@@ -262,7 +210,7 @@ class _Run(NamedTuple):
     """Draws the samples of each task for each file, with seeds of their own."""
     counts = {
       _TRIPLES: _SAMPLES.value,
-      _MORE: _OTHERS.value if _RULE.value == PREFILL else 0,
+      _MORE: _others(),
       _HELD: _HELD_OUT.value,
     }
     return {
@@ -284,6 +232,27 @@ class _Run(NamedTuple):
     lengths = ", ".join(map(str, self.lengths))
     texts = "; ".join(f"{k}: {v}" for k, v in self.settings.data.items())
     return f"RULER's {', '.join(self.tasks)} of {lengths} tokens; {texts}"
+
+  def fit(
+    self, chosen: Sequence[Candidate], steps: Mapping[str, results.Samples]
+  ) -> list[fits.Fitted]:
+    """Measures all steps and fits a curve for each method."""
+    measured = {
+      file: self.measure(file, chosen, samples)
+      for file, samples in steps.items()
+    }
+    fitted = fits.fit(
+      chosen,
+      fits.Sets(measured[_TRIPLES], measured.get(_MORE, []), measured[_HELD]),
+      cast(Preset, _RULE.value),
+      fits.Origin(self.settings.weights, self.data, self.settings.seed),
+    )
+    if _RULE.value == PAPER:
+      # Its retentions are not among the measured ones.
+      automatic = [method.automatic(_TAU.value) for method in fitted]
+      reached = self.measure(_REACHED, automatic, steps[_HELD])
+      fitted = fits.add_reached(fitted, reached)
+    return fitted
 
   def measure(
     self, file: str, chosen: Sequence[Candidate], samples: results.Samples
@@ -323,6 +292,11 @@ class _Run(NamedTuple):
     return Measurements(
       self.folder / file, settings, Measurement, "measurement"
     )
+
+
+def _others() -> int:
+  """Number of further samples, which --rule=paper has none of."""
+  return _OTHERS.value if _RULE.value == PREFILL else 0
 
 
 def _trials(records: pathlib.Path) -> str:
