@@ -227,7 +227,7 @@ class _Run(NamedTuple):
     }
 
   @property
-  def data(self) -> str:
+  def _data(self) -> str:
     """The tasks, lengths and texts in words."""
     lengths = ", ".join(map(str, self.lengths))
     texts = "; ".join(f"{k}: {v}" for k, v in self.settings.data.items())
@@ -238,23 +238,23 @@ class _Run(NamedTuple):
   ) -> list[fits.Fitted]:
     """Measures all steps and fits a curve for each method."""
     measured = {
-      file: self.measure(file, chosen, samples)
+      file: self._measure(file, chosen, samples)
       for file, samples in steps.items()
     }
     fitted = fits.fit(
       chosen,
       fits.Sets(measured[_TRIPLES], measured.get(_MORE, []), measured[_HELD]),
       cast(Preset, _RULE.value),
-      fits.Origin(self.settings.weights, self.data, self.settings.seed),
+      fits.Origin(self.settings.weights, self._data, self.settings.seed),
     )
     if _RULE.value == PAPER:
       # Its retentions are not among the measured ones.
       automatic = [method.automatic(_TAU.value) for method in fitted]
-      reached = self.measure(_REACHED, automatic, steps[_HELD])
+      reached = self._measure(_REACHED, automatic, steps[_HELD])
       fitted = fits.add_reached(fitted, reached)
     return fitted
 
-  def measure(
+  def _measure(
     self, file: str, chosen: Sequence[Candidate], samples: results.Samples
   ) -> list[Measurement]:
     """Measures the samples of a file, with a progress bar."""
@@ -295,7 +295,7 @@ class _Run(NamedTuple):
 
 
 def _others() -> int:
-  """Number of further samples, which --rule=paper has none of."""
+  """The number of other samples of a task; the paper's rule needs none."""
   return _OTHERS.value if _RULE.value == PREFILL else 0
 
 

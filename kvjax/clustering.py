@@ -13,7 +13,7 @@ Split = Literal["balanced", "ceil_len"]
 # every key, and the centers with those that exist.
 _Fit = tuple[Array, Array, Array, tuple[Array, Array]]
 
-# Keys at a time: their cosines with 500 centers, and those with their
+# Keys at a time: their cosines with 500 centers, or they and the sums of their
 # neighbors, then stay in the caches of a processor.
 _TILE = 256
 _EPSILON = 1e-6
@@ -195,7 +195,6 @@ def nearest(
   length = len(keys)
   tile = min(_TILE, length)
   padded = jnp.pad(keys, ((0, -length % tile), (0, 0)))
-
   places = jnp.arange(len(centers), dtype=jnp.int32)[:, None]
 
   def assign(part: Float[Array, "C D"]) -> Int[Array, " C"]:

@@ -15,7 +15,7 @@ from kvjax.experiments.run import outputs
 
 # The folder of the records.
 RECORDS = "records"
-# The records that survive if another file cannot be written.
+# What is not lost if a file cannot be written.
 _KEPT = "measurements"
 
 
@@ -32,6 +32,9 @@ def write(
     summary: what summary.json has.
     fitted: the curves.
     console: where to print.
+
+  Raises:
+    InputError: a file cannot be written.
   """
   tau = summary["tau"]
   title = tables.title(summary)

@@ -108,9 +108,11 @@ def replies(
   stays = contexts[0][0].stays
   for group in _groups(lm, [one.cache for one in prefilled.values()], stays):
     # Each cache is freed when it has been joined.
-    parts = {index: prefilled.pop(index) for index in group}
-    joined = _Joined.of(lm, parts, rows[0], shape)
+    parts = [prefilled.pop(index) for index in group]
+    joined = _Joined.of(lm, parts, contexts[0][0], shape)
     del parts
+    if stays:
+      joined.make_room(rows[0], shape)
     for turn in range(turns):
       began = time.monotonic()
       answers = joined.answer(
@@ -205,25 +207,27 @@ class _Joined:
   def of(
     cls,
     lm: Pretrained,
-    parts: dict[int, prefilling.Prefilled],
-    turns: Prompted,
+    parts: Sequence[prefilling.Prefilled],
+    prompt: Prompt,
     shape: Shape,
   ) -> "_Joined":
     """Joins caches.
 
     Args:
       lm: the model.
-      parts: the caches, by the numbers of their candidates.
-      turns: the prompts of a context.
+      parts: the caches.
+      prompt: a prompt, whose options are those of all.
       shape: see `Shape`.
     """
-    own = [_OwnCache.of(lm, one, turns[0], shape) for one in parts.values()]
-    cache = kvjax.stack([one.cache for one in parts.values()])
-    logits = jnp.concatenate([one.logits for one in parts.values()])
-    counts, stays = TokenCounts.of(cache), turns[0].stays
-    if stays:
-      cache = _with_capacity(cache, turns, shape)
-    return cls(cache, logits, counts, own, shape.rows, stays)
+    own = [_OwnCache.of(lm, part, prompt, shape) for part in parts]
+    cache = kvjax.stack([part.cache for part in parts])
+    logits = jnp.concatenate([part.logits for part in parts])
+    counts = TokenCounts.of(cache)
+    return cls(cache, logits, counts, own, shape.rows, prompt.stays)
+
+  def make_room(self, turns: Prompted, shape: Shape) -> None:
+    """Gives the cache capacity for the turns of a context."""
+    self.cache = _with_capacity(self.cache, turns, shape)
 
   def answer(
     self, lm: Pretrained, prompts: Sequence[Prompt], shape: Shape

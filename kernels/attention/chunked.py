@@ -129,9 +129,10 @@ def _attend(
   if isinstance(keys, Quantized) or isinstance(values, Quantized):
     size = min(size, DEQUANTIZED)
   size = _slots_at_once(keys, size, rows, length)
-  # The rows of a device skip a chunk together, so that the latest query of any
-  # of them counts.
-  earliest, last_query = jnp.min(query_positions), jnp.max(query_positions)
+  # The rows of a device skip a chunk, or its mask, together: the latest query
+  # of any of them decides the one, the earliest the other. Padding is earlier
+  # than all keys, so that it needs the mask.
+  first_query, last_query = jnp.min(query_positions), jnp.max(query_positions)
   before_window = None
   if options.window is not None:
     before_window = _first(query_positions) - options.window
@@ -156,8 +157,8 @@ def _attend(
       visible = valid[:, :, None] & options.visible(
         query_positions[:, None, :, None], positions[:, :, None]
       )
-      # An empty slot may contain NaN, and 0 * NaN is NaN.
       value_chunk = chunk(values)
+      # An empty slot may contain NaN, and 0 * NaN is NaN.
       value_chunk = jnp.where(
         valid[..., None], value_chunk, jnp.zeros((), value_chunk.dtype)
       )
@@ -175,10 +176,14 @@ def _attend(
       in_reach = in_reach & (positions > before_window[:, None, None])
     # Most chunks below the diagonal need no mask; without one, 5,120 tokens
     # take 7 % less time on a Xeon.
-    unmasked = valid & options.visible(earliest, positions)
-    unmasked = unmasked & options.visible(last_query, positions)
-    steps = jnp.any(in_reach), jnp.all(unmasked)
-    branch = jnp.sum(jnp.stack(steps), dtype=jnp.int32)
+    visible_to_all = (
+      valid
+      & options.visible(first_query, positions)
+      & options.visible(last_query, positions)
+    )
+    # 0: no query sees a slot; 1: some do; 2: every query sees every slot.
+    some_and_all = jnp.stack([jnp.any(in_reach), jnp.all(visible_to_all)])
+    branch = jnp.sum(some_and_all, dtype=jnp.int32)
     branches = [lambda same: same, update, update_unmasked]
     return jax.lax.switch(branch, branches, seen), None
 

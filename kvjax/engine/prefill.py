@@ -1,4 +1,4 @@
-"""Prefill of prompts by one plan, whole or in blocks, and sweeps of many."""
+"""Prefill of prompts: by one plan, whole or in blocks, or by many at once."""
 
 from collections.abc import Sequence
 from typing import Any

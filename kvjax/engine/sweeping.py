@@ -57,7 +57,7 @@ class Measured(NamedTuple):
   logits: Float[Array, "B V"]
   nll: Float[Array, " B"]
   features: tuple[Features, ...]
-  retentions: _Retentions
+  retentions: tuple[Float[np.ndarray, " B"] | None, ...]
 
 
 class Requested(NamedTuple):
@@ -85,19 +85,23 @@ def sweep_prompts(
   Args:
     model: the functions.
     params: the weights.
-    prompts: rows of unequal lengths, which the model can process.
-    plans: at least one plan for whole prompts, which fit the model.
+    prompts: rows of unequal lengths, within the model's context.
+    plans: one or more, for whole prompts and for this model; `kvjax.sweep`
+      checks prompts and plans.
     requested: the features.
+
+  Returns:
+    The caches, and the features.
 
   Raises:
     InputError: a prompt protects more tokens than are kept.
   """
-  one = _Sweep(model, prompts, plans, requested)
-  logits, nll = one.forward(params)
-  one.replay(params)
-  features, retentions = one.measure(nll)
-  one.keep_deferred(retentions)
-  return Measured(one.caches(), logits, nll[0], features, retentions)
+  running = _Sweep(model, prompts, plans, requested)
+  logits, nll = running.forward(params)
+  running.replay(params)
+  features, retentions = running.measure(nll)
+  running.keep_deferred(retentions)
+  return Measured(running.caches(), logits, nll[0], features, retentions)
 
 
 class _Sweep:
@@ -249,15 +253,15 @@ class _Sweep:
     by_threshold = self._deferred.prepare_thresholds(plans, prompts, geometry)
     late: list[tuple[Plan, CacheBuilder, HeadCounts]] = []
     for index in self._waiting:
-      plan, protected = plans[index], self._protected
+      plan, kept = plans[index], self._protected
       if isinstance(plan.budget, Threshold):
-        protected = jnp.asarray(must_keep(plan.budget, prompts))
+        kept = jnp.asarray(must_keep(plan.budget, prompts))
         ready, counts = by_threshold[index]
       else:
         ready, counts = self._deferred.count_by_head(
-          self._ready(index, retentions), protected, geometry
+          self._ready(index, retentions), kept, geometry
         )
-      self._builders[index] = CacheBuilder(self._model, ready, protected)
+      self._builders[index] = CacheBuilder(self._model, ready, kept)
       late.append((plan, self._builders[index], counts))
     self._deferred.keep(late)
 

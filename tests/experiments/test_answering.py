@@ -107,6 +107,37 @@ def test_a_cache_is_freed_when_it_has_been_joined(tiny, monkeypatch):
   assert sorted(map(chosen.index, answered)) == sorted([*range(7)] * 2)
 
 
+def test_the_caches_of_a_conversation_are_freed_before_it_has_room(
+  tiny, monkeypatch
+):
+  """The room for its turns is another copy."""
+  parts, alive, stack = [], [], kvjax.stack
+  with_capacity = answering._with_capacity
+
+  def watch(caches):
+    parts[:] = [weakref.ref(cache.stacks[0].keys) for cache in caches]
+    return stack(caches)
+
+  def room(*args):
+    alive.append(sum(part() is not None for part in parts))
+    return with_capacity(*args)
+
+  monkeypatch.setattr(kvjax, "stack", watch)
+  monkeypatch.setattr(answering, "_with_capacity", room)
+  chosen = candidates(["streaming", "random"], [kvjax.Retention(0.5)])[1:]
+  turn = prompting.Prompt([5] * 96, [0] * 4, 2, stays=True)
+  for _ in answering.replies(
+    tiny,
+    chosen,
+    [[turn, turn]] * 2,
+    prompting.Shape(2, 96, 8),
+    answering.Seconds(),
+  ):
+    pass
+  assert len(parts) == 2
+  assert alive == [0]
+
+
 def test_bytes_are_those_of_each_cache_alone(tiny, monkeypatch):
   """Whether caches are joined or not."""
   shares = [kvjax.Retention(share) for share in (0.5, 0.25)]

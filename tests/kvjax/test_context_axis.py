@@ -41,6 +41,7 @@ PLANS = {
   "compactor": kvjax.get_plan("compactor:chunk=16", HALF),
   "straddling": kvjax.get_plan("compactor:chunk=13", HALF),
   "tova": kvjax.get_plan("tova", HALF),
+  "protokv": kvjax.get_plan("protokv:window=5:tokens_per_prototype=4", HALF),
   "ada/snapkv": kvjax.get_plan("ada/snapkv:window=5", HALF),
   "h2o": kvjax.get_plan("h2o", HALF),
   "int8": kvjax.get_plan("keydiff", HALF, kv_dtype="int8"),

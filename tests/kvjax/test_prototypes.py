@@ -25,9 +25,11 @@ def prefix_mask():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("tile", [7, 256])
 @pytest.mark.parametrize("include_self", [True, False])
 @pytest.mark.parametrize("reach", [1, 5, 100])
-def test_deviation(reach, include_self):
+def test_deviation(monkeypatch, reach, include_self, tile):
+  monkeypatch.setattr(proto, "_TILE", tile)
   units = unit(KEYS[:PREFIX].astype(np.float64))
   likeness = []
   for i in range(PREFIX):
@@ -36,7 +38,9 @@ def test_deviation(reach, include_self):
     likeness.append(np.mean([units[i] @ units[j] for j in near]))
   likeness = np.array(likeness)
   expected = -(likeness - likeness.mean()) / likeness.std()
-  ours = deviation(jnp.asarray(KEYS), prefix_mask(), reach, include_self)
+  ours = jax.jit(lambda *x: proto.deviation(*x, reach, include_self))(
+    jnp.asarray(KEYS), prefix_mask()
+  )
   np.testing.assert_allclose(ours[:PREFIX], expected, rtol=0, atol=1e-4)
 
 
