@@ -134,6 +134,11 @@ def use(
     yield
 
 
+def uses_as_here() -> contextlib.AbstractContextManager[None]:
+  """Returns a context of what is in use in this thread, to enter in another."""
+  return use(_implementation.value, _platform.value, dict(_overrides.value))
+
+
 def target_platform() -> str:
   """Returns the platform to compile for: "cpu", "gpu" or "tpu"."""
   return _platform.value or jax.default_backend()

@@ -55,6 +55,12 @@ def use_table(table: Table) -> Iterator[None]:
     yield
 
 
+def uses_table_as_here() -> contextlib.AbstractContextManager[None]:
+  """Returns a context of this thread's table, to enter in another thread."""
+  uses: contextlib.AbstractContextManager[None] = _used(_used.value)
+  return uses
+
+
 def option(kernel: str, name: str) -> int:
   """Returns an option of a kernel for the device that is traced for.
 

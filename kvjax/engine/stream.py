@@ -1,6 +1,5 @@
 """Tokens as soon as they are decoded."""
 
-import contextvars
 import queue
 import threading
 from collections.abc import Iterator
@@ -10,6 +9,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
 
 from kvjax.cache.cache import Cache
+from kvjax.contexts import in_these_contexts
 from kvjax.engine.decode import Decoding
 from kvjax.engine.generate import Generated, Request, Seeds, generate_from
 from kvjax.errors import InputError
@@ -99,8 +99,6 @@ def stream(
     except BaseException as error:  # raised again in the consumer's thread
       put(error)
 
-  # The mesh and the selected kernels are context variables: pass them on.
-  context = contextvars.copy_context()
   # Not a daemon: the interpreter must not end while XLA calls back into it.
-  threading.Thread(target=context.run, args=(run,)).start()
+  threading.Thread(target=in_these_contexts(run)).start()
   return streamed

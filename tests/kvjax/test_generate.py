@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax import kernels
 from kvjax.cache.sharding import parse_mesh
 from kvjax.engine import generate as generating
 from kvjax.engine.sampling import Sampling, sample
 from kvjax.errors import InputError
+from kvjax.kernels import dispatch, tuning
 from kvjax.methods import FullKV, KeyDiff
 from kvjax.model import Geometry
 from kvjax.testing import TinyModel
@@ -99,6 +101,40 @@ def test_a_stream_yields_every_token_and_passes_errors_on(full):
     np.testing.assert_array_equal(np.stack(tokens).T, ask(cache).tokens)
   with pytest.raises(InputError, match="3 rows and 1 questions"):
     next(kvjax.stream(MODEL, PARAMS, cache, kvjax.Prompts.of([[1]]), decoding))
+
+
+def test_a_stream_decodes_in_the_contexts_of_its_caller(full):
+  """A thread of its own has neither the mesh nor the kernels in use."""
+  cache, _ = full
+  prompts, decoding = kvjax.Prompts.of(QUESTIONS), kvjax.Decoding(2)
+  seen = []
+
+  class Watched(TinyModel):
+    def block(self, *args):
+      seen.append(
+        (
+          jax.sharding.get_abstract_mesh(),
+          dispatch._implementation.value,
+          dispatch._platform.value,
+          dispatch._overrides.value,
+          tuning.option("gather/tpu", "read"),
+          jax.config.jax_default_matmul_precision,
+        )
+      )
+      return super().block(*args)
+
+  mesh = parse_mesh("data:1,model:1")
+  with (
+    jax.set_mesh(mesh),
+    kernels.use("xla", "tpu", {"select": "pallas"}),
+    kernels.use_table({"default": {"gather/tpu": {"read": 4096}}}),
+    jax.default_matmul_precision("float32"),
+  ):
+    list(
+      kvjax.stream(Watched(MODEL.geometry), PARAMS, cache, prompts, decoding)
+    )
+  uses = ("xla", "tpu", (("select", "pallas"),))
+  assert set(seen) == {(mesh.abstract_mesh, *uses, 4096, "float32")}
 
 
 def test_another_listener_needs_no_other_program(full):
