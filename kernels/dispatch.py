@@ -4,7 +4,7 @@ import contextlib
 import functools
 import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 from jax.sharding import PartitionSpec
@@ -110,7 +110,7 @@ def use(
       `implementation`.
 
   Raises:
-    ValueError: there is no operation of a name.
+    ValueError: there is no such implementation, platform or operation.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -122,9 +122,13 @@ def use(
     [[1, 2]]
   """
   chosen = tuple(sorted((overrides or {}).items()))
-  unknown = [name for name, _ in chosen if name not in OPERATIONS]
-  if unknown:
-    raise ValueError(f"{unknown[0]!r} is none of {', '.join(OPERATIONS)}.")
+  for name, value in chosen:
+    _check_known(name, OPERATIONS)
+    _check_known(value, get_args(Implementation))
+  if implementation is not None:
+    _check_known(implementation, get_args(Implementation))
+  if platform is not None:
+    _check_known(platform, get_args(Platform))
   # Pairs rather than a mapping: what is in use must not change, and is hashed.
   with (
     _implementation(implementation),
@@ -132,6 +136,11 @@ def use(
     _overrides(chosen),
   ):
     yield
+
+
+def _check_known(name: str, known: Sequence[str]) -> None:
+  if name not in known:
+    raise ValueError(f"{name!r} is none of {', '.join(known)}.")
 
 
 def uses_as_here() -> contextlib.AbstractContextManager[None]:
@@ -179,7 +188,7 @@ def dispatch(
   )
   platform = target_platform()
   run = functools.partial(programs.xla, **options)
-  if chosen == "xla" or (chosen is None and platform == "cpu"):
+  if chosen == "xla" or (chosen is None and platform not in ("gpu", "tpu")):
     return run(*operands)
   # "pallas" on a CPU means the TPU kernels, which it can only interpret.
   kernel = programs.gpu if platform == "gpu" else programs.tpu

@@ -52,8 +52,8 @@ class Prompts:
     tokens: token ids; arbitrary after the end of a row.
     lengths: number of tokens of each row.
     protected: mask of the tokens that no method may evict, if there are any.
-    repeat_request: what precedes the chunks of a prompt that a method replays;
-      by default nothing.
+    repeat_request: what precedes the chunks of a prompt that a method replays,
+      as KVzip does; by default nothing.
 
   Examples:
     >>> import kvjax
@@ -93,7 +93,7 @@ class Prompts:
       protected: for each token of each row, whether it must be kept, such as
         the tokens of a system prompt or of the last turn.
       repeat_request: what precedes the chunks of a prompt that a method
-        replays.
+        replays, such as `kvjax.RepeatRequest.of(lm.tokenizer)`.
 
     Raises:
       InputError: there is no row, one is empty or has other things than token

@@ -50,6 +50,11 @@ class RepeatRequest:
   later: tuple[int, ...] = ()
   suffix: tuple[int, ...] = ()
 
+  @property
+  def asks(self) -> bool:
+    """Whether there is more than the chat template before a context."""
+    return bool(self.first or self.later or self.suffix)
+
   @classmethod
   def of(cls, tokenizer: ChatTokenizer) -> "RepeatRequest":
     """Encodes the request in English, with the chat template.

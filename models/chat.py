@@ -212,16 +212,22 @@ class Chat:
       self._room = room
 
 
-def as_budget(budget: float | kvjax.Budget) -> kvjax.Budget:
+def as_budget[B](budget: float | B) -> kvjax.Budget | B:
   """Returns the budget of a share, which is a float, or of tokens.
 
   Raises:
-    InputError: it is neither, or out of range.
+    InputError: it is text, out of range, or the integer 1, which may be meant
+      as a share.
   """
   if isinstance(budget, bool | str):
     raise InputError(
       f"A budget is a share such as 0.5 or tokens such as 512, not {budget!r}."
     )
   if isinstance(budget, int):
+    if budget == 1:
+      raise InputError(
+        "A budget of 1 is one token, as it is an integer; give 1.0 to keep "
+        "everything, or kvjax.Tokens(1)."
+      )
     return kvjax.Tokens(budget)
   return kvjax.Retention(budget) if isinstance(budget, float) else budget

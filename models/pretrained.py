@@ -14,6 +14,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from kvjax import files
+from kvjax.cache.sharding import check_mesh
+from kvjax.calibration.record import Calibrated
 from kvjax.engine.sampling import GREEDY, Sampling
 from kvjax.errors import InputError
 from kvjax.hosts import from_first, spread
@@ -29,7 +31,7 @@ from kvjax.models.sources import TOKEN_IDS, Source, find
 from kvjax.models.tensor_files import CHECKPOINT
 from kvjax.models.tokenizer import Tokenizer
 from kvjax.models.weights import write_weights
-from kvjax.options.budgets import Budget
+from kvjax.options.budgets import Budget, PerLayer, Threshold
 from kvjax.options.schedules import WHOLE, Schedule
 from kvjax.registry.names import get_plan
 
@@ -76,7 +78,7 @@ class Pretrained:
     self,
     text: str,
     method: str = "keydiff",
-    budget: float | Budget = 0.5,
+    budget: float | Budget | PerLayer | Calibrated | Threshold = 0.5,
     schedule: Schedule = WHOLE,
   ) -> Chat:
     """Prefills a text and compresses its cache, to ask questions about it.
@@ -86,7 +88,7 @@ class Pretrained:
       method: name of a method with its options, as in `kvjax.get_plan`.
       budget: share of the text to keep (a float), tokens to keep (an integer),
         or a budget.
-      schedule: when the method evicts.
+      schedule: when the method evicts. `kvjax.models.Chat` takes any plan.
 
     Raises:
       InputError: the name stands for no method, the budget is out of range, or
@@ -141,12 +143,13 @@ def load(
       GGUF file, or a directory with one.
     dtype: one of `DTYPES`, for the weights and the computation; by default
       bfloat16, and float32 for GGUF files.
-    mesh: a mesh with an axis "model" over which the weights are sharded (see
-      `kvjax.models.sharding`); by default they are on the default device.
+    mesh: over whose axis "model" the weights are sharded; see
+      `kvjax.cache.sharding.parse_mesh`. By default, they are on the default
+      device.
 
   Raises:
-    InputError: a file is missing, broken or not supported, or a named model
-      cannot be fetched.
+    InputError: a file is missing, broken or not supported, a named model
+      cannot be fetched, or the mesh has other axes than those of `parse_mesh`.
 
   Examples:
     >>> import kvjax
@@ -327,6 +330,7 @@ def _read_decoder(
   )
   shardings = None
   if mesh is not None:
+    check_mesh(mesh)
     shardings = param_shardings(template, model.geometry, mesh)
   return model, source.weights(config, template, shardings)
 

@@ -132,6 +132,29 @@ def split_mesh(mesh: jax.sharding.Mesh, kv_heads: int) -> jax.sharding.Mesh:
   )
 
 
+def check_mesh(
+  mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
+) -> None:
+  """Refuses a mesh on which arrays would not be sharded as documented.
+
+  Raises:
+    InputError: the axes "data" and "model" are missing, or the type of an axis
+      is `AxisType.Explicit`, as `jax.make_mesh` makes it by default.
+  """
+  names = set(mesh.axis_names)
+  explicit = AxisType.Explicit in mesh.axis_types
+  if names and (explicit or not {DATA, MODEL} <= names):
+    axes = ", ".join(
+      f"{name}: {type.name}"
+      for name, type in zip(mesh.axis_names, mesh.axis_types, strict=True)
+    )
+    raise InputError(
+      "A mesh needs the axes 'data' and 'model', and axes of type Auto, as "
+      "kvjax.cache.sharding.parse_mesh('data:2,model:4') makes it; this one "
+      f"has {axes}."
+    )
+
+
 def context_size() -> int:
   """Devices that share out the tokens of a prompt, on the mesh in context."""
   return int(jax.sharding.get_abstract_mesh().shape.get(CONTEXT, 1))

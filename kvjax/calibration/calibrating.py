@@ -21,22 +21,22 @@ def calibrate(
   model_id: str,
   method: object,
   per_query_head: bool = False,
-  preset: Preset = "paper",
+  preset: Preset = "prefill",
   others: Triples | None = None,
   data: str = "",
   seed: int = 0,
 ) -> Calibration:
   """Fits a calibration.
 
-  Preset "paper" fits Compactor's two parameters with its asymmetric loss.
   Preset "prefill" chooses the features, and how far they tell contexts apart,
   by R2 on held-out contexts, and fits by least squares. There, qualities above
-  1 count as 1.
+  1 count as 1. Preset "paper" fits Compactor's two parameters with its
+  asymmetric loss, and promises nothing.
 
   Args:
     triples: measured with the model and the method.
     model_id: identifies the weights: a name or a digest.
-    method: a method, or the label of a plan (`kvjax.Plan.label`).
+    method: a method, or the label of a plan (`kvjax.Plan.prompt_label`).
     per_query_head: whether each query head selected its own tokens.
     preset: the rule; see `Calibration`.
     others: measurements of other contexts at the same retentions. They tell R2

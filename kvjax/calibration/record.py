@@ -57,7 +57,7 @@ class Calibration:
     beta: intercept.
     model_id: digest of the weights that it was measured with, or a name.
     method: the method with all its options and its allocation
-      (`kvjax.Plan.label`).
+      (`kvjax.Plan.prompt_label`).
     per_query_head: whether each query head selects its own tokens.
     tau_range: minimum and maximum quality of the triples, the latter at most 1.
     error: root mean square of the fitted minus the measured quality.

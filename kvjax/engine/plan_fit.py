@@ -1,6 +1,7 @@
 """Whether a plan fits a model."""
 
 import warnings
+from collections.abc import Iterable
 
 from kvjax.cache.sharding import context_size, heads_fill_mesh
 from kvjax.engine.layer_budgets import compressed_layers, kv_heads
@@ -9,6 +10,7 @@ from kvjax.engine.plans import Plan
 from kvjax.engine.rerotation import check_rotary
 from kvjax.errors import InputError, InputWarning
 from kvjax.model import Geometry, Model
+from kvjax.prompts import Prompts
 
 
 def check_plan(model: Model, plan: Plan) -> None:
@@ -40,6 +42,22 @@ def check_plan(model: Model, plan: Plan) -> None:
         f"layer {layer}, which has another number of heads; give each layer "
         "its own."
       )
+
+
+def warn_without_request(plans: Iterable[Plan], prompts: Prompts) -> None:
+  """Warns if prompts do not say how to ask the model to repeat them."""
+  if prompts.repeat_request.asks:
+    return
+  for plan in plans:
+    if plan.method.traits.replay is not None:
+      warnings.warn(
+        f"{type(plan.method).__name__} asks the model to repeat the prompt, "
+        "and these prompts do not say how; give kvjax.Prompts "
+        "repeat_request=kvjax.RepeatRequest.of(lm.tokenizer).",
+        InputWarning,
+        skip_file_prefixes=OWN_FRAMES,
+      )
+      return
 
 
 def check_context_axis(model: Model, plan: Plan, padded: int) -> None:

@@ -3,16 +3,22 @@
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from jaxtyping import Array, Float, PyTree
 
 from kvjax.cache.cache import Cache
+from kvjax.cache.sharding import check_mesh
 from kvjax.calibration.features import OF_SCORES
 from kvjax.calibration.record import Calibrated
 from kvjax.engine.blocks import prefill_blocks
 from kvjax.engine.compress import Evaluation
 from kvjax.engine.layer_budgets import check_protected
-from kvjax.engine.plan_fit import check_context_axis, check_plan
+from kvjax.engine.plan_fit import (
+  check_context_axis,
+  check_plan,
+  warn_without_request,
+)
 from kvjax.engine.plans import Plan
 from kvjax.engine.prepared import max_span
 from kvjax.engine.sweeping import Measured, Requested, sweep_prompts
@@ -45,7 +51,8 @@ def prefill(
 
   Raises:
     InputError: a prompt is longer than the model's context or protects more
-      tokens than are kept, or the method rerotates keys and the model cannot.
+      tokens than are kept, the method rerotates keys and the model cannot, or
+      the mesh has other axes than those of `kvjax.cache.sharding.parse_mesh`.
 
   Examples:
     >>> import kvjax
@@ -58,9 +65,15 @@ def prefill(
     >>> cache.lengths[0].tolist()  # of the first layer, per row and KV head
     [[3, 3], [2, 2]]
   """
+  if not isinstance(plan, Plan):
+    raise InputError(
+      "A prefill takes a plan, as kvjax.get_plan makes it of a name; "
+      f"{plan!r:.80} is none."
+    )
   if plan.schedule.block is None:
     (cache,), logits = sweep(model, params, prompts, [plan])
     return cache, logits
+  check_mesh(jax.sharding.get_abstract_mesh())
   # Either may be the larger one.
   block = max(plan.schedule.block, plan.schedule.first or 0)
   check_context(model, max_span(plan, np.asarray(prompts.lengths), block))
@@ -150,6 +163,7 @@ def _required(plans: Sequence[Plan]) -> Requested:
 def _check_sweep(model: Model, prompts: Prompts, plans: Sequence[Plan]) -> None:
   """Checks the arguments of `sweep`."""
   _check_plans(plans)
+  check_mesh(jax.sharding.get_abstract_mesh())
   for plan in plans:
     if plan.schedule.block is not None:
       raise InputError(
@@ -161,6 +175,7 @@ def _check_sweep(model: Model, prompts: Prompts, plans: Sequence[Plan]) -> None:
   for plan in plans:
     check_plan(model, plan)
     check_context_axis(model, plan, prompts.tokens.shape[1])
+  warn_without_request(plans, prompts)
 
 
 def _check_plans(plans: Any) -> None:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.errors import InputError
-from kvjax.options.bounds import check_count
+from kvjax.options.bounds import check_count, check_number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +33,8 @@ class Sampling:
   top_k: int = 0
 
   def __post_init__(self) -> None:
+    check_number("temperature", self.temperature)
+    check_number("top_p", self.top_p)
     if not 0 <= self.temperature < math.inf:
       raise InputError(
         "temperature must be a finite number of 0 or more; "

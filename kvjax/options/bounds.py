@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import numbers
 import operator
 from collections.abc import Mapping
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -37,6 +38,16 @@ def check_count(name: str, value: object, least: int = 1) -> None:
     raise InputError(
       f"{name} must be a whole number, {least} or more; {value!r} is not."
     )
+
+
+def check_number(name: str, value: object) -> None:
+  """Refuses what is not a number.
+
+  Raises:
+    InputError: it is not; the message names it.
+  """
+  if not isinstance(value, numbers.Real) or isinstance(value, bool):
+    raise InputError(f"{name} must be a number; {value!r} is not.")
 
 
 def check_odd(method: Any, name: str) -> None:

@@ -7,7 +7,11 @@ from collections.abc import Sequence
 from typing import Literal
 
 from kvjax.errors import InputError
-from kvjax.options.bounds import check_choices, check_count
+from kvjax.options.bounds import (
+  check_choices,
+  check_count,
+  check_number,
+)
 
 Rounding = Literal["up", "kvpress"]
 # As in kvpress.
@@ -32,6 +36,7 @@ class Tokens:
   count: int
 
   def __post_init__(self) -> None:
+    check_number("A budget in tokens", self.count)
     if self.count < 1:
       raise InputError(
         f"A budget of {self.count} tokens keeps nothing; give 1 or more."
@@ -81,6 +86,7 @@ class Retention:
   rounding: Rounding = "up"
 
   def __post_init__(self) -> None:
+    check_number("A retention", self.share)
     if not 0 < self.share <= 1:
       raise InputError(
         f"Retention is the share of the prompt that is kept, above 0 and at "

@@ -20,6 +20,7 @@ from kvjax.engine.rerotation import LayerRotation
 from kvjax.errors import InputError
 from kvjax.model import Geometry, LayerSpec, Model
 from kvjax.prompts import Prompts
+from kvjax.repeat_request import RepeatRequest
 from kvjax.testing.tiny import (
   TinyModel,
   kept_positions,
@@ -30,6 +31,8 @@ from kvjax.testing.tiny import (
 KV_HEADS = 3
 DECODING = Decoding(8)
 # Not padded further: some methods bound the tokens of a turn.
+# For methods that let the model repeat the prompt.
+REQUEST = RepeatRequest(first=(8, 9), later=(9, 8), suffix=(7,))
 QUESTIONS = Prompts.of([[5, 6], [7], [1, 2, 3]], padded=3)
 _HEADS = 6
 _WINDOW = 12

@@ -35,7 +35,8 @@ def check_whole_prompts(subject: Subject) -> None:
   )
   for plan, cache in zip(plans, caches, strict=True):
     _check_cache(subject, cache, plan.fixed_budget)
-  row, _ = prefill(model, params, Prompts.of(subject.rows[1:2]), plans[0])
+  one = Prompts.of(subject.rows[1:2], repeat_request=checks.REQUEST)
+  row, _ = prefill(model, params, one, plans[0])
   require(
     kept_positions(row, 0) == kept_positions(caches[0], 1),
     f"What {name} keeps of a prompt must not depend on its batch mates; it "
@@ -52,7 +53,7 @@ def _protect(subject: Subject, rows: slice = slice(None)) -> Prompts:
   """Prompts of some of the rows, with protected tokens."""
   selected = subject.rows[rows]
   masks = [[n in _PROTECTED for n in range(len(row))] for row in selected]
-  return Prompts.of(selected, protected=masks)
+  return Prompts.of(selected, protected=masks, repeat_request=checks.REQUEST)
 
 
 def _check_protected(subject: Subject, cache: Cache, where: str) -> None:

@@ -56,7 +56,7 @@ class Subject:
     self.model = checks.model_for(max(_LAYERS, (self.layer or 0) + 1), longest)
     self.params = self.model.init()
     self.rows = checks.tokens(self.lengths)
-    self.prompts = Prompts.of(self.rows)
+    self.prompts = Prompts.of(self.rows, repeat_request=checks.REQUEST)
 
   def activations(self, seed: int = 0) -> Activations:
     """Draws random activations with all optional ones."""

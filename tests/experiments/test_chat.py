@@ -220,6 +220,7 @@ def test_budgets_are_shares_tokens_or_budgets():
   [
     (("keydif", 0.5), "keydif"),
     (("keydiff", 1.5), "1.5"),
+    (("keydiff", 1), "A budget of 1 is one token, .* give 1.0 to keep every"),
     (("keydiff", True), "A budget is a share such as 0.5 or tokens such as"),
   ],
 )

@@ -72,11 +72,27 @@ def test_one_operation_has_another_program(monkeypatch):
       assert compiled(x) == 20
   with kernels.use("pallas", "tpu", overrides={"gather": "xla"}):
     assert compiled(x) == 20
-  with (
-    pytest.raises(ValueError, match="'sele' is none of attention_mass, "),
-    kernels.use(overrides={"sele": "xla"}),
-  ):
+
+
+@pytest.mark.parametrize(
+  ("choice", "said"),
+  [
+    ({"overrides": {"sele": "xla"}}, "'sele' is none of attention_mass, "),
+    ({"overrides": {"select": "XLA"}}, "'XLA' is none of xla, pallas"),
+    ({"implementation": "XLA"}, "'XLA' is none of xla, pallas"),
+    ({"platform": "cuda"}, "'cuda' is none of cpu, gpu, tpu"),
+  ],
+)
+def test_what_cannot_be_chosen_is_named(choice, said):
+  """Or it would choose the kernels that it was meant to turn off."""
+  with pytest.raises(ValueError, match=said), kernels.use(**choice):
     pass
+
+
+def test_other_backends_have_no_kernels(monkeypatch):
+  """Not those of TPUs."""
+  monkeypatch.setattr(jax, "default_backend", lambda: "other")
+  assert run(WILLING).max() == 2
 
 
 def test_another_choice_compiles_another_program():

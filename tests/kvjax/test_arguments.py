@@ -1,6 +1,7 @@
 """What callers give: refused in one sentence, or taken as it is meant."""
 
 import dataclasses
+import warnings
 
 import jax
 import jaxtyping
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.errors import InputError
+from kvjax.errors import InputError, InputWarning
 from kvjax.methods import H2O, SnapKV
 from kvjax.testing import TinyModel, kept_positions
 
@@ -37,6 +38,10 @@ def untyped():
   ("make", "said"),
   [
     (lambda: kvjax.Tokens(2.5), "A budget in tokens must be a whole number"),
+    (lambda: kvjax.Tokens("512"), "in tokens must be a number; '512' is not"),
+    (lambda: kvjax.Retention("0.5"), "A retention must be a number; '0.5' is"),
+    (lambda: kvjax.Sampling("0.7"), "temperature must be a number; '0.7' is"),
+    (lambda: kvjax.Sampling(top_p="1"), "top_p must be a number; '1' is not"),
     (lambda: kvjax.Schedule(block=2.5), "block must be a whole number"),
     (lambda: kvjax.Schedule(every=1.5), "every must be a whole number"),
     (lambda: kvjax.Sampling(1.0, top_k=2.5), "top_k must be a whole number"),
@@ -226,3 +231,43 @@ def test_the_room_that_is_said_to_suffice_does():
   assert cache.lengths[0].tolist() == [[40, 40]]
   with pytest.raises(InputError, match="free slots and the cache has"):
     turns(40)
+
+
+def test_a_prefill_takes_a_plan():
+  with pytest.raises(InputError, match=r"takes a plan, .* 'keydiff' is none"):
+    kvjax.prefill(MODEL, PARAMS, PROMPTS, "keydiff")
+
+
+@pytest.mark.parametrize(
+  ("names", "kind", "said"),
+  [
+    (("data", "model"), "Explicit", "has data: Explicit, model: Explicit"),
+    (("model", "rows"), "Auto", "has model: Auto, rows: Auto"),
+  ],
+  ids=["by default", "other axes"],
+)
+def test_meshes_of_other_axes_are_refused(names, kind, said):
+  """Those of `jax.make_mesh` are explicit by default."""
+  kinds = (jax.sharding.AxisType[kind],) * 2
+  mesh = jax.make_mesh((1, 1), names, kinds)
+  plan = kvjax.get_plan("keydiff", kvjax.Tokens(9))
+  for run in (
+    lambda: kvjax.prefill(MODEL, PARAMS, PROMPTS, plan),
+    lambda: kvjax.sweep(MODEL, PARAMS, PROMPTS, [plan]),
+    lambda: kvjax.load("reference", mesh=mesh),
+  ):
+    with jax.set_mesh(mesh), pytest.raises(InputError, match=said):
+      run()
+
+
+@pytest.mark.filterwarnings("default:.* asks the model to repeat")
+def test_a_prompt_that_is_repeated_without_being_asked_for_is_told():
+  kvzip = kvjax.get_plan("kvzip", kvjax.Tokens(9))
+  request = kvjax.RepeatRequest(first=(1, 2), suffix=(3,))
+  asked = dataclasses.replace(PROMPTS, repeat_request=request)
+  with warnings.catch_warnings():
+    warnings.simplefilter("error")
+    kvjax.prefill(MODEL, PARAMS, asked, kvzip)
+  with pytest.warns(InputWarning, match="these prompts do not say how") as told:
+    kvjax.sweep(MODEL, PARAMS, PROMPTS, [kvzip])
+  assert told[0].filename == __file__

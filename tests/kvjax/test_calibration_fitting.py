@@ -485,7 +485,9 @@ def test_promises_without_other_contexts_are_cross_validated():
 
 def test_a_record_is_saved_and_loaded(tmp_path):
   data = triples(2, -9, noise=0.1)
-  made = kvjax.calibrate(data, model_id="tiny", method=SnapKV(window=5))
+  made = kvjax.calibrate(
+    data, model_id="tiny", method=SnapKV(window=5), preset="paper"
+  )
   found = fit(data)
   assert (made.alpha, made.beta, made.error) == found[:3]
   assert made.triples == 80 * 7

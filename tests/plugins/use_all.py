@@ -56,7 +56,9 @@ def main(folder: str) -> None:
     np.array([0.2, 0.5, 0.8]), np.full(3, 4.0), np.array([0.5, 0.8, 0.95])
   )
   whole = kvjax.get_plan(NAMES[0], kvjax.Retention(1.0))
-  record = kvjax.calibrate(triples, model_id="tiny", method=whole.method)
+  record = kvjax.calibrate(
+    triples, model_id="tiny", method=whole.method, preset="paper"
+  )
   plan = kvjax.get_plan(NAMES[0], kvjax.Calibrated(record, 0.8))
   measured = kvjax.measured_sweep(MODEL, PARAMS, PROMPTS, [plan])
   assert all(0 < share < 1 for share in measured.retentions[0])
