@@ -50,7 +50,7 @@ _NAMES = flags.DEFINE_list(
 _SWEEP = flags.DEFINE_bool("sweep", False, "Also prefill for 40 plans.")
 _OUTPUT = flags.DEFINE_string("output", "results/compile", "Output folder.")
 
-# The methods of the demo, without the full cache.
+# Methods that see the prompt once, without the full cache.
 _METHODS = (
   *("random", "streaming", "key_norm", "h2o", "tova", "snapkv", "pyramidkv"),
   *("adakv", "chunkkv", "keydiff", "lagkv:lag=128", "compactor", "protokv"),

@@ -27,7 +27,8 @@ def compact_gpu(
   """Computes `kvjax.kernels.gather.compact`.
 
   Raises:
-    NotImplementedError: an array is empty, or D is no multiple of 128.
+    NotImplementedError: keys and values differ in width, an array is empty, or
+      D is no multiple of 128.
   """
   batch, kv_heads, _, dim = keys.shape
   size = slots.shape[-1]

@@ -41,8 +41,8 @@ def compact_tpu(
   """Computes `kvjax.kernels.gather.compact`.
 
   Raises:
-    NotImplementedError: an array is empty, a dtype has more than 32 bits, or
-      the tiles do not fit into VMEM.
+    NotImplementedError: keys and values differ in width, an array is empty, a
+      dtype has more than 32 bits, or the tiles do not fit into VMEM.
   """
   size = slots.shape[-1]
   if keys.shape != values.shape:
