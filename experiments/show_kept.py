@@ -1,6 +1,6 @@
 """Shows which tokens of a text the heads keep, on one HTML page.
 
-  kvjax show_kept --text=notes.txt --method=snapkv,keydiff
+  kvjax show_kept --text=notes.txt --methods=snapkv,keydiff
 
 writes results/kept.html: the text for each method, side by side, with tokens
 shaded by the number of heads that keep them, in one layer or in all. A
@@ -31,8 +31,8 @@ for name in ("model", "mesh", "kernels", "kernels_table", "dtype"):
 _TEXT = flags.DEFINE_string(
   "text", None, "Text file to show; the default is prose with a needle."
 )
-_METHOD = flags.DEFINE_list(
-  "method",
+_METHODS = flags.DEFINE_list(
+  "methods",
   ["snapkv", "keydiff"],
   "Methods or presets, side by side, with options as in "
   "keydiff:anchor=median_unit.",
@@ -60,11 +60,11 @@ def main() -> None:
   """Checks all flags, then loads the model."""
   cli.refuse_together("retention", ["budget"], "both say how much to keep")
   budgets = parse_budgets(_RETENTION.value, _BUDGET.value)
-  chosen = [c for c in candidates(_METHOD.value, budgets) if c.method != FULL]
+  chosen = [c for c in candidates(_METHODS.value, budgets) if c.method != FULL]
   if not chosen:
     raise InputError(
       "Nothing is left out; give a method and less than a retention of 1, as "
-      "in --method=keydiff --retention=0.25."
+      "in --methods=keydiff --retention=0.25."
     )
   output = pathlib.Path(_OUTPUT.value)
   if output.is_dir():

@@ -229,7 +229,7 @@ def test_a_model_that_is_something_else(
     ("compare", ["--kernels=x\x1b[2J", "--output=new"], "'x\\x1b[2J' does not"),
     ("evaluate", ["--benchmark=ruler", "--tasks="], "Name a task; the tasks"),
     ("evaluate", ["--data=/dev/zero", "--output=new"], "holds no samples of R"),
-    ("show_kept", ["--method=", "--output=new/a.html"], "nothing to compare"),
+    ("show_kept", ["--methods=", "--output=new/a.html"], "nothing to compare"),
   ],
 )
 def test_programs_refuse_in_one_sentence(

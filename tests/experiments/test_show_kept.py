@@ -172,7 +172,7 @@ def test_the_binary_writes_a_page_and_nothing_else(
     "kvjax.experiments.show_kept",
     f"--model={tiny_directory}",
     f"--text={tmp_path}/notes.txt",
-    "--method=key_norm,streaming",
+    "--methods=key_norm,streaming",
     "--budget=16",
     f"--output={output}",
   )
@@ -187,10 +187,10 @@ def test_the_binary_writes_a_page_and_nothing_else(
 @pytest.mark.parametrize(
   ("arguments", "sentence"),
   [
-    (["--method=keydif"], "no method 'keydif' (did you mean keydiff"),
-    (["--method=full"], "Nothing is left out; give a method and less"),
+    (["--methods=keydif"], "no method 'keydif' (did you mean keydiff"),
+    (["--methods=full"], "Nothing is left out; give a method and less"),
     (["--retention=1"], "Nothing is left out; give a method and less"),
-    (["--method=streaming:rerotate=true"], "renumbers what it keeps"),
+    (["--methods=streaming:rerotate=true"], "renumbers what it keeps"),
     (["--text=none.txt"], "none.txt cannot be read: No such file"),
     ([], "tokens; this model's context is 512."),
     (["--output=."], ". is a folder; name the HTML file to write."),
