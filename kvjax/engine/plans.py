@@ -49,6 +49,7 @@ class Plan:
       method's default, which for most methods is uniform.
     decoding: plan of the evictions while decoding, if their method or budget is
       another; its schedule says when. None if the schedule of this plan does.
+      It is no `kvjax.Decoding`, which says how tokens are drawn.
 
   Examples:
     >>> import kvjax
