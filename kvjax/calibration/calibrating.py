@@ -57,7 +57,9 @@ def calibrate(
     ...   ratio=np.array([0.5, 0.9, 0.3, 0.7]),
     ... )
     >>> method = kvjax.get_method("keydiff")
-    >>> calibration = kvjax.calibrate(triples, model_id="tiny", method=method)
+    >>> calibration = kvjax.calibrate(
+    ...   triples, model_id="tiny", method=method, preset="paper"
+    ... )
     >>> calibration.triples
     4
   """
