@@ -12,6 +12,7 @@ import signal
 import tomllib
 from pathlib import Path
 
+import jaxtyping
 import pytest
 from jaxtyping import install_import_hook
 
@@ -100,3 +101,12 @@ def let_go_of_programs():
 
   jax.clear_caches()
   gc.collect()
+
+
+@pytest.fixture
+def untyped():
+  """Without the types that tests check besides."""
+  before = jaxtyping.config.jaxtyping_disable
+  jaxtyping.config.update("jaxtyping_disable", True)
+  yield
+  jaxtyping.config.update("jaxtyping_disable", before)

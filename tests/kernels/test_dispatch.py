@@ -74,6 +74,7 @@ def test_one_operation_has_another_program(monkeypatch):
     assert compiled(x) == 20
 
 
+@pytest.mark.usefixtures("untyped")
 @pytest.mark.parametrize(
   ("choice", "said"),
   [

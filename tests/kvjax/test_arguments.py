@@ -4,7 +4,6 @@ import dataclasses
 import warnings
 
 import jax
-import jaxtyping
 import numpy as np
 import pytest
 
@@ -22,15 +21,6 @@ QUESTIONS = kvjax.Prompts.of([[5, 3], [8]])
 
 def prefilled(plan):
   return kvjax.prefill(MODEL, PARAMS, PROMPTS, plan)[0]
-
-
-@pytest.fixture
-def untyped():
-  """Without the types that these tests check besides."""
-  before = jaxtyping.config.jaxtyping_disable
-  jaxtyping.config.update("jaxtyping_disable", True)
-  yield
-  jaxtyping.config.update("jaxtyping_disable", before)
 
 
 @pytest.mark.usefixtures("untyped")
@@ -233,6 +223,7 @@ def test_the_room_that_is_said_to_suffice_does():
     turns(40)
 
 
+@pytest.mark.usefixtures("untyped")
 def test_a_prefill_takes_a_plan():
   with pytest.raises(InputError, match=r"takes a plan, .* 'keydiff' is none"):
     kvjax.prefill(MODEL, PARAMS, PROMPTS, "keydiff")

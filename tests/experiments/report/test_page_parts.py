@@ -44,6 +44,7 @@ COLUMNS = {
   "decode": decode_timing.HEADING,
   "evictions": eviction_timing.HEADING,
   "sparse": sparse_timing.HEADING,
+  "sparse_128k": sparse_timing.HEADING,
   "scaling": of_lengths(1024, 2048, 4096, 8192, 16384),
   "compile": of_depths(4, 32),
   "compile_sweep": of_depths(30),
