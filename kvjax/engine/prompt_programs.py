@@ -1,10 +1,11 @@
-"""The compiled parts of a forward pass over whole prompts."""
+"""A forward pass over whole prompts, in compiled parts that layers share."""
 
 import functools
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
 
 from kvjax.activations import Activations
@@ -12,8 +13,9 @@ from kvjax.cache.sharding import shard_activations, shard_tokens
 from kvjax.calibration.features import TAIL
 from kvjax.engine.forward import attend_to_prompt, block_positions
 from kvjax.engine.likelihood import prompt_and_tail_nll
-from kvjax.engine.model_layers import index_layer, run_block
+from kvjax.engine.model_layers import index_layer, layer_stacks, run_block
 from kvjax.model import LayerSpec, Model
+from kvjax.prompts import Prompts
 
 
 @functools.partial(jax.jit, static_argnames=("length",))
@@ -80,6 +82,39 @@ def forward_layer(
   )
   hidden = shard_tokens(hidden, positions.shape)
   return hidden, activations if spec.cache else None
+
+
+def forward_layers(
+  model: Model, params: PyTree, prompts: Prompts, optional: Collection[str]
+) -> Iterator[tuple[Float[Array, "B S E"], Activations | None]]:
+  """Runs whole prompts through the layers, one after another.
+
+  Args:
+    model: the functions.
+    params: the weights.
+    prompts: the prompts.
+    optional: the optional activations to yield.
+
+  Yields:
+    The hidden states after each layer, which the next one donates, and its
+    activations; None if it has no cache.
+  """
+  geometry, tokens = model.geometry, jnp.asarray(prompts.tokens)
+  lengths = jnp.asarray(prompts.lengths, jnp.int32)
+  places = positions(lengths, tokens.shape[1])
+  hidden, shared = embed(model, params, tokens, places)
+  weights = layer_stacks(model, params)
+  for layer, spec in enumerate(geometry.layers):
+    hidden, activations = forward_layer(
+      weights[spec.weights],
+      np.int32(geometry.weight_index[layer]),
+      hidden,
+      shared,
+      places,
+      model=model,
+      how=(spec, frozenset(optional)),
+    )
+    yield hidden, activations
 
 
 @functools.partial(jax.jit, static_argnames=("model", "measured"))

@@ -13,7 +13,6 @@ from jaxtyping import Array, Float, Int, PyTree
 from kvjax import files
 from kvjax.activations import Activations
 from kvjax.engine import prompt_programs
-from kvjax.engine.model_layers import layer_stacks
 from kvjax.errors import InputError
 from kvjax.heads import by_kv_head
 from kvjax.hosts import read
@@ -154,21 +153,8 @@ def _measure(
 ) -> Iterator[tuple[int, _Found]]:
   """Yields the moments and the drawn queries of every layer that attends."""
   prompts = Prompts.of([list(row)])
-  tokens = jnp.asarray(prompts.tokens)
-  lengths = jnp.asarray(prompts.lengths, jnp.int32)
-  positions = prompt_programs.positions(lengths, tokens.shape[1])
-  hidden, shared = prompt_programs.embed(model, params, tokens, positions)
-  weights = layer_stacks(model, params)
-  for layer, spec in enumerate(model.geometry.layers):
-    hidden, activations = prompt_programs.forward_layer(
-      weights[spec.weights],
-      np.int32(model.geometry.weight_index[layer]),
-      hidden,
-      shared,
-      positions,
-      model=model,
-      how=(spec, frozenset({"rerotate"})),
-    )
+  layers = prompt_programs.forward_layers(model, params, prompts, {"rerotate"})
+  for layer, (_, activations) in enumerate(layers):
     if activations is not None:
       yield layer, _of_layer(activations, jnp.asarray(places), jnp.int32(sinks))
 

@@ -9,7 +9,6 @@ from jaxtyping import Array, Float, PyTree
 
 from kvjax.activations import Activations
 from kvjax.engine import prompt_programs
-from kvjax.engine.model_layers import layer_stacks
 from kvjax.engine.replay import replay_prompts
 from kvjax.heads import by_kv_head
 from kvjax.methods.replay import Replay
@@ -49,27 +48,14 @@ def replay_targets(
   """
   geometry = model.geometry
   check_context(model, np.asarray(prompts.lengths))
-  tokens = jnp.asarray(prompts.tokens)
-  lengths = jnp.asarray(prompts.lengths, jnp.int32)
-  positions = prompt_programs.positions(lengths, tokens.shape[1])
-  hidden, shared = prompt_programs.embed(model, params, tokens, positions)
-  weights = layer_stacks(model, params)
   seen: dict[int, Activations] = {}
   inputs: dict[int, Float[Array, "B S E"]] = {}
-  for layer, spec in enumerate(geometry.layers):
-    hidden, activations = prompt_programs.forward_layer(
-      weights[spec.weights],
-      np.int32(geometry.weight_index[layer]),
-      hidden,
-      shared,
-      positions,
-      model=model,
-      how=(spec, frozenset({"inputs"})),
-    )
+  layers = prompt_programs.forward_layers(model, params, prompts, {"inputs"})
+  for layer, (_, activations) in enumerate(layers):
     if activations is None:
       continue
     seen[layer] = activations.only(()).without_queries()
-    if spec.compressible:
+    if geometry.layers[layer].compressible:
       assert activations.inputs is not None
       inputs[layer] = activations.inputs
   found = replay_prompts(model, params, prompts, seen, (replay,))

@@ -27,7 +27,6 @@ from kvjax.engine.evaluate import (
   find_evaluated,
   list_evaluations,
 )
-from kvjax.engine.model_layers import layer_stacks
 from kvjax.engine.plans import Plan
 from kvjax.engine.prepared import PreparedPlan, prepare, prepare_calibrated
 from kvjax.engine.thresholds import must_keep
@@ -145,32 +144,21 @@ class _Sweep:
     Returns:
       The logits after each row's last token, and the likelihoods.
     """
-    model, geometry = self._model, self._model.geometry
-    tokens, lengths = jnp.asarray(self._prompts.tokens), self._lengths
-    positions = prompt_programs.positions(lengths, tokens.shape[1])
-    hidden, shared = prompt_programs.embed(model, params, tokens, positions)
-    weights = layer_stacks(model, params)
     optional = frozenset[str]().union(*(p.activations for p in self._plans))
-    for layer, spec in enumerate(geometry.layers):
-      # `hidden` is donated: the states of the layer before are gone after this.
-      hidden, activations = prompt_programs.forward_layer(
-        weights[spec.weights],
-        np.int32(geometry.weight_index[layer]),
-        hidden,
-        shared,
-        positions,
-        model=model,
-        how=(spec, optional),
-      )
+    layers = prompt_programs.forward_layers(
+      self._model, params, self._prompts, optional
+    )
+    # The next layer donates `hidden`: these states are gone after that.
+    for layer, (hidden, activations) in enumerate(layers):
       if activations is not None:
         self._compress(layer, activations)
         _wait_for(hidden)
     return prompt_programs.head(
       params,
       hidden,
-      tokens,
-      lengths,
-      model=model,
+      jnp.asarray(self._prompts.tokens),
+      self._lengths,
+      model=self._model,
       measured=self._requested.likelihood,
     )
 

@@ -7,11 +7,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from kvjax.errors import InputError
-from kvjax.options.bounds import (
-  check_choices,
-  check_count,
-  check_number,
-)
+from kvjax.options.bounds import check_choices, check_count, check_number
 
 Rounding = Literal["up", "kvpress"]
 # As in kvpress.

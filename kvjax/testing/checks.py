@@ -30,9 +30,9 @@ from kvjax.testing.tiny import (
 
 KV_HEADS = 3
 DECODING = Decoding(8)
-# Not padded further: some methods bound the tokens of a turn.
 # For methods that let the model repeat the prompt.
 REQUEST = RepeatRequest(first=(8, 9), later=(9, 8), suffix=(7,))
+# Not padded further: some methods bound the tokens of a turn.
 QUESTIONS = Prompts.of([[5, 6], [7], [1, 2, 3]], padded=3)
 _HEADS = 6
 _WINDOW = 12

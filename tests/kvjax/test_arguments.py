@@ -251,7 +251,6 @@ def test_meshes_of_other_axes_are_refused(names, kind, said):
       run()
 
 
-@pytest.mark.filterwarnings("default:.* asks the model to repeat")
 def test_a_prompt_that_is_repeated_without_being_asked_for_is_told():
   kvzip = kvjax.get_plan("kvzip", kvjax.Tokens(9))
   request = kvjax.RepeatRequest(first=(1, 2), suffix=(3,))
