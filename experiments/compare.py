@@ -5,7 +5,7 @@
 asks SmolLM2-135M-Instruct, which is fetched once, about needles hidden in
 English prose (RULER's single and multi-key tasks at 1,024 tokens), with the
 full cache and with what each method keeps of it. Only the context is prefilled
-and compressed; the question comes afterwards. Ends with a table and writes
+and compressed; the question comes afterwards. Ends with tables and writes
 samples.jsonl, processes.json, summary.json, table.md and score_vs_retention.png
 to results/demo. An interrupted run resumes where it stopped.
 

@@ -1,4 +1,4 @@
-"""The table of a comparison: a few tasks at one length, side by side."""
+"""The tables of a comparison: a few tasks at one length, side by side."""
 
 import rich.console
 import rich.text
@@ -6,35 +6,58 @@ import rich.text
 from kvjax.experiments.report import formats, tables, wording
 from kvjax.experiments.report.formats import Table
 from kvjax.experiments.report.means import (
-  Summary,
   complete,
   means,
   ranked,
   reads_less,
 )
+from kvjax.experiments.report.run_files import Record
 
 
-def markdown(summary: Summary) -> str:
-  """Formats the table with its title and settings."""
-  table = formats.to_markdown(_table(summary))
-  about = wording.circumstances(summary)
-  best = formats.escaped(wording.headline(summary))
-  parts = (f"**{wording.title(summary)}**", best, table.rstrip(), about)
+def markdown(record: Record) -> str:
+  """Formats settings and all tables."""
+  summary = record.summary
+  parts = (
+    f"**{wording.title(summary)}**",
+    formats.escaped(wording.headline(summary)),
+    *(
+      formats.to_markdown(table).rstrip()
+      for table in (*_overview(record), _details(record))
+    ),
+    wording.circumstances(summary),
+  )
   return "\n\n".join(filter(None, parts)) + "\n"
 
 
-def terminal(summary: Summary) -> rich.console.Group:
-  """Formats the table for a terminal of 80 columns."""
-  about = rich.text.Text(wording.circumstances(summary), style="dim")
-  title = rich.text.Text(wording.title(summary))
-  best = rich.text.Text(wording.headline(summary))
-  return rich.console.Group(title, best, _table(summary), about)
+def terminal(record: Record) -> rich.console.Group:
+  """Formats settings and tables for a terminal of 80 columns.
+
+  If there are several budgets, the details are those of the middle one.
+  """
+  summary = record.summary
+  overview = _overview(record)
+  shown = tables.at_middle(record) if overview else record
+  return rich.console.Group(
+    rich.text.Text(wording.title(summary)),
+    rich.text.Text(wording.headline(summary)),
+    *overview,
+    _details(shown),
+    rich.text.Text(wording.circumstances(summary), style="dim"),
+  )
 
 
-def _table(summary: Summary) -> Table:
-  averages = ranked(means(summary["rows"]))
+def _overview(record: Record) -> list[Table]:
+  """Builds a table with a column per budget, if there are several."""
+  several = len(tables.budget_names(record)) > 1
+  return [tables.by_budget(record)] if several else []
+
+
+def _details(record: Record) -> Table:
+  """Builds a table with a line per method and budget: tasks, tokens, bytes."""
+  rows = record.summary["rows"]
+  averages = ranked(means(rows))
   comparable = complete(averages)
-  tasks = list(dict.fromkeys(row["task"] for row in summary["rows"]))
+  tasks = list(dict.fromkeys(row["task"] for row in rows))
   columns = {
     "method": [mean.method for mean in averages],
     "budget": [wording.reached(mean) for mean in averages],
@@ -53,8 +76,8 @@ def _table(summary: Summary) -> Table:
     columns["read"] = [f"{mean.read_tokens:.0f}" for mean in averages]
   columns |= tables.of_bytes(averages)
   lines = list(zip(*columns.values(), strict=True))
-  return Table("", list(columns), lines, names=2)
+  return Table("tasks and caches", list(columns), lines, names=2)
 
 
 def _score(score: float | None) -> str:
-  return "–" if score is None else f"{score:.1f}"
+  return wording.NOTHING if score is None else f"{score:.1f}"

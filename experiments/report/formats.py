@@ -18,6 +18,7 @@ _GAP = 2
 _WORD, _NAME = 8, 32
 _WORDS = re.compile(r"multi|[^_: ]+[_: ]?|[_: ]")
 _OPTIONS = re.compile(r"[^: ]+[: ]?|[: ]")
+_PARTS_OF_NAMES = re.compile(r"[^_]+_?|_")
 # Characters that Markdown interprets within a cell.
 _MARKUP = re.compile(r"[|<>&*`\[\]\\]")
 
@@ -107,8 +108,15 @@ def escaped(text: str) -> str:
 
 
 def at_options(name: str, width: int) -> str:
-  """Folds a method's name to about a width, broken at its options."""
-  return _folded(name, width, _OPTIONS)
+  """Folds a method's name to about a width, broken at its options.
+
+  Longer parts are broken at underscores.
+  """
+  lines = _folded(name, width, _OPTIONS).split("\n")
+  return "\n".join(
+    line if len(line) <= width else _folded(line, width, _PARTS_OF_NAMES)
+    for line in lines
+  )
 
 
 def _folded(name: str, width: int, parts: re.Pattern[str]) -> str:

@@ -8,6 +8,7 @@ from kvjax.experiments.report.formats import Table
 from kvjax.experiments.report.means import (
   OF_GLOBAL_LAYERS,
   Mean,
+  complete,
   grouped,
   is_hybrid,
   means,
@@ -33,7 +34,7 @@ def tables(record: Record, brief: bool = False) -> list[Table]:
       for table in (_in_brief(part) if brief else _in_full(part))
     ]
   if len(record.values("length")) > 1:
-    shown = _at(record, _middle(record)) if brief else record
+    shown = at_middle(record) if brief else record
     if not brief or len(run_parts) == 1:
       result += series.by_length(shown)
     result += series.weighted_by_length(shown)
@@ -104,13 +105,19 @@ def by_budget(record: Record) -> Table:
 def grid(summary_means: Sequence[Mean], title: str) -> Table:
   """Builds a table with a line per method, ranked, and a column per budget.
 
+  Cells over fewer tasks than others are dashes, as they cannot be compared.
+
   Args:
     summary_means: the cells; a score has the longer half of its interval.
     title: title of the table.
   """
   cells: dict[str, dict[str, str]] = {}
+  comparable = complete(summary_means)
   for mean in ranked(summary_means):
     row = cells.setdefault(mean.method, {})
+    if mean not in comparable:
+      row[wording.budget(*mean.name)] = wording.NOTHING
+      continue
     reached = f" at {wording.share(mean.retention)}" if mean.automatic else ""
     score = wording.with_uncertainty(mean.score, mean.interval)
     row[wording.budget(*mean.name)] = score + reached
@@ -215,22 +222,22 @@ def _in_full(part: Record) -> list[Table]:
     by_budget(part),
     overview(summary_means, title, name, long_answers),
   ]
-  for budget in _budgets(part):
+  for budget in budget_names(part):
     shown += _tasks(_at(part, budget))
   return [*shown, *series.other_scores(part), *series.by_turn(part)]
 
 
 def _in_brief(part: Record) -> list[Table]:
   """Builds a table of all budgets, and others for the middle one."""
-  at_middle = _at(part, _middle(part))
-  lookups = reads_less(means(at_middle.summary["rows"]))
+  middle = at_middle(part)
+  lookups = reads_less(means(middle.summary["rows"]))
   long_answers = presentation(part.summary["benchmark"]).long_answers
   return [
     by_budget(part),
-    *([costs(at_middle, long_answers)] if lookups or long_answers else []),
-    *_tasks(at_middle),
-    *series.other_scores(at_middle),
-    *series.by_turn(at_middle),
+    *([costs(middle, long_answers)] if lookups or long_answers else []),
+    *_tasks(middle),
+    *series.other_scores(middle),
+    *series.by_turn(middle),
   ]
 
 
@@ -239,6 +246,11 @@ def _tasks(part: Record) -> list[Table]:
     return []
   averages = presentation(part.summary["benchmark"]).averages_of_tasks
   return [by_task(part) if averages is None else by_set(part, averages)]
+
+
+def at_middle(record: Record) -> Record:
+  """Selects the full cache and the rows of the middle budget."""
+  return _at(record, _middle(record))
 
 
 def _at(record: Record, budget: str) -> Record:
@@ -251,7 +263,7 @@ def _at(record: Record, budget: str) -> Record:
   return record._replace(summary={**record.summary, "rows": rows})
 
 
-def _budgets(record: Record) -> list[str]:
+def budget_names(record: Record) -> list[str]:
   """Returns the methods' budgets, or else the full cache's."""
   names = grouped(record.summary["rows"])
   budgets = dict.fromkeys(budget for method, budget in names if method != FULL)
@@ -259,7 +271,7 @@ def _budgets(record: Record) -> list[str]:
 
 
 def _middle(record: Record) -> str:
-  budgets = _budgets(record)
+  budgets = budget_names(record)
   return budgets[len(budgets) // 2]
 
 

@@ -28,19 +28,19 @@ def write_comparison(
     answers: the answers that it averages.
 
   Returns:
-    The table for a terminal.
+    The tables for a terminal.
   """
   # Here, as programs would otherwise start a second later, for matplotlib.
   from kvjax.experiments.report import pictures, score_plots
 
   outputs.write_json(folder / run_files.SUMMARY, summary, outputs.ANSWERS)
-  outputs.write_text(
-    folder / "table.md", compared.markdown(summary), outputs.ANSWERS
-  )
   record = run_files.Record(folder, summary, answers).ranked
+  outputs.write_text(
+    folder / "table.md", compared.markdown(record), outputs.ANSWERS
+  )
   plot = pictures.png(score_plots.score_vs_retention(record))
   outputs.write_bytes(folder / "score_vs_retention.png", plot, outputs.ANSWERS)
-  return compared.terminal(summary)
+  return compared.terminal(record)
 
 
 def write_run(

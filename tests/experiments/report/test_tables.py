@@ -32,12 +32,16 @@ def titled(record, start, brief=False):
 
 
 def test_a_comparison_shows_what_other_runs_have_not_answered(crowd):
-  text = compared.markdown(crowd.summary)
-  header, _, full, first, *_ = [x for x in text.splitlines() if "|" in x]
+  text = compared.markdown(crowd)
+  details = text[text.index("tasks and caches") :]
+  header, _, full, first, *_ = [x for x in details.splitlines() if "|" in x]
   assert header.count("|") == full.count("|") == first.count("|")
   assert "–" not in full
   # 50 % has one task of thirteen.
   assert first.count("–") == 13
+  _, *lines = titled(crowd, "score, mean over 13").lines
+  assert {(line[2], line[4]) for line in lines} == {("–", "–")}
+  assert all(line[3].startswith("50.0 ±") for line in lines)
 
 
 def test_thirteen_tasks_and_twelve_methods_fit_a_terminal(crowd):
@@ -276,7 +280,7 @@ def test_the_mean_retention_reached_is_told(answer, record):
   table = titled(found, "score, niah_single_1")
   assert table.header == ["method", "100 %", "50 %", "auto at 0.95"]
   assert [line[-1][-8:] for line in table.lines] == ["", " at 30 %", " at 80 %"]
-  budgets = [line[1] for line in compared._table(found.summary).lines]
+  budgets = [line[1] for line in compared._details(found).lines]
   assert budgets[1:3] == ["50 %", "auto at 0.95: 30 %"]
   axes = score_plots.score_vs_retention(found).axes[0]
   ticks = [label.get_text() for label in axes.get_xticklabels()]
@@ -309,7 +313,7 @@ def test_tables_of_one_run_share_a_unit(answer, record):
     [answer("full", **big), answer("quest", cache_bytes=3 * 2**20)],
     benchmark="math500",
   )
-  in_terminal = compared._table(found.summary)
+  in_terminal = compared._details(found)
   assert in_terminal.header[-1] == "MiB"
   assert [line[-1] for line in in_terminal.lines] == ["12.0", "3.0"]
   in_full = titled(found, "niah_single_1")

@@ -89,31 +89,53 @@ def test_rows_at_retention_one_change_neither_table_nor_plot(summary):
   assert means([*summary["rows"], *rows]) == before
 
 
-def test_a_comparison_has_a_line_per_method_and_budget(summary):
-  lines = compared.markdown(summary).splitlines()
-  assert lines[0] == (
+def test_a_comparison_has_a_cell_and_a_line_per_method_and_budget(summary):
+  text = compared.markdown(Record(pathlib.Path(), summary))
+  title, best, name, grid, _, details, end = text.split("\n\n")
+  assert title == (
     "**tiny, 1024 tokens, query-agnostic, whole prompt, per kv head, "
     "4 samples per task**"
   )
-  assert lines[2] == (
+  assert best == (
     "Best of 2 methods: snapkv.orig (50 %: 62.5, 10 %: 0.0); full cache 100.0."
   )
-  lines = lines[:2] + lines[4:]
-  assert lines[2].split(" | ")[2:5] == ["single_2", "multikey_1", "mean"]
-  assert lines[4] == ("| full | 100 % | 100.0 | 100.0 | 100.0 | 800 | 1024 |")
-  assert lines[5].startswith("| snapkv.orig | 50 % | 100.0 | 25.0 | 62.5 |")
-  assert lines[7] == "| random | 50 % | 50.0 | 12.5 | 31.2 | 400 | 512 |"
-  assert len(lines) == 11
-  assert lines[-1] == ("Seed 7, greedy, float32 on CPU, 2 cores; jax 1.2.3.")
+  assert name.startswith("**score, mean over 2 tasks: niah")
+  assert grid.splitlines()[0::2] == [
+    "| method | 100 % | 50 % | 10 % |",
+    "| full | 100.0 |  |  |",
+    "| random |  | 31.2 | 0.0 |",
+  ]
+  lines = details.splitlines()
+  assert lines[0].split(" | ")[2:5] == ["single_2", "multikey_1", "mean"]
+  assert lines[2] == ("| full | 100 % | 100.0 | 100.0 | 100.0 | 800 | 1024 |")
+  assert lines[3].startswith("| snapkv.orig | 50 % | 100.0 | 25.0 | 62.5 |")
+  assert lines[5] == "| random | 50 % | 50.0 | 12.5 | 31.2 | 400 | 512 |"
+  assert len(lines) == 7
+  assert end == "Seed 7, greedy, float32 on CPU, 2 cores; jax 1.2.3.\n"
 
 
-def test_the_terminal_names_a_method_once(summary):
+def on_terminal(summary):
   console = rich.console.Console(width=80)
   with console.capture() as capture:
-    console.print(compared.terminal(summary))
-  shown = capture.get()
-  assert shown.count("snapkv.orig ") == 2  # in the headline, in the table
+    console.print(compared.terminal(Record(pathlib.Path(), summary)))
+  return capture.get()
+
+
+def test_the_terminal_has_the_details_of_the_middle_budget(summary):
+  shown = on_terminal(summary)
+  # In the headline, in the table of budgets, and in that of tasks.
+  assert shown.count("snapkv.orig ") == 3
   assert all(part in shown for part in ("query-agnostic", "31.2", "Seed 7"))
+  details = shown[shown.index("tasks and caches") :]
+  assert " 10 % " in details
+  assert " 50 % " not in details
+
+
+def test_one_budget_needs_no_table_of_budgets(summary):
+  summary["rows"] = [r for r in summary["rows"] if r["retention"] != 0.1]
+  shown = on_terminal(summary)
+  assert shown.count("snapkv.orig ") == 2
+  assert "62.5" in shown
 
 
 def test_means_without_a_full_cache_are_plotted_too(summary):
@@ -132,7 +154,9 @@ def test_all_files_of_a_comparison_are_written_whole(summary, tmp_path):
     "score_vs_retention.png",
   }
   assert json.loads((tmp_path / "summary.json").read_text()) == summary
-  assert (tmp_path / "table.md").read_text() == compared.markdown(summary)
+  assert (tmp_path / "table.md").read_text() == compared.markdown(
+    Record(tmp_path, summary)
+  )
   plot = (tmp_path / "score_vs_retention.png").read_bytes()
   assert plot.startswith(b"\x89PNG")
 
