@@ -18,7 +18,6 @@ cores, five with --sweep.
 """
 
 import functools
-import pathlib
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -31,7 +30,7 @@ import kvjax
 from kvjax.errors import InputError
 from kvjax.experiments import cli
 from kvjax.experiments.report import benchmark_tables, wording
-from kvjax.experiments.run import progress_bar, results
+from kvjax.experiments.run import outputs, progress_bar
 from kvjax.experiments.run.environment import device
 from kvjax.experiments.timing import compile_timing
 from kvjax.experiments.timing.compile_timing import Timed, twice
@@ -67,8 +66,7 @@ def main() -> None:
   depths = _depths()
   if not _NAMES.value and not _SWEEP.value:
     raise InputError("--methods is empty; keydiff,adakv would be two.")
-  folder = pathlib.Path(_OUTPUT.value)
-  results.check_writable(folder)
+  folder = outputs.folder(_OUTPUT.value)
   cli.announce()
   jobs = []
   if _NAMES.value:

@@ -45,7 +45,7 @@ from kvjax.experiments import cli
 from kvjax.experiments.benchmarks import grids
 from kvjax.experiments.inputs import run_inputs
 from kvjax.experiments.report import benchmark_tables, wording
-from kvjax.experiments.run import results
+from kvjax.experiments.run import outputs
 from kvjax.experiments.run.candidates import FULL, candidates, parse_budgets
 from kvjax.experiments.run.environment import device
 from kvjax.experiments.run.prompting import Prompt
@@ -103,8 +103,7 @@ def main() -> None:
   """Times decoding from each cache in turns."""
   if not _METHODS.value:
     raise InputError("--methods is empty; keydiff,flat would be two.")
-  folder = pathlib.Path(_OUTPUT.value)
-  results.check_writable(folder)
+  folder = outputs.folder(_OUTPUT.value)
   cli.announce()
   if _EVERY.value is not None:
     _time_evictions(_EVERY.value, folder)

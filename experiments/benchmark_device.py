@@ -32,7 +32,7 @@ from absl import flags
 
 from kvjax.errors import InputError
 from kvjax.experiments import cli
-from kvjax.experiments.run import outputs, results
+from kvjax.experiments.run import outputs
 from kvjax.experiments.timing import device_steps
 from kvjax.experiments.tpu.published import SHIPPED, Published
 
@@ -69,8 +69,7 @@ def main() -> None:
       f"{','.join(_ONLY.value)!r} does not fit."
     )
   Published.find(_SIZES.value)
-  folder = pathlib.Path(_OUTPUT.value)
-  results.check_writable(folder)
+  folder = outputs.folder(_OUTPUT.value)
   console = rich.console.Console(highlight=False)
   failed = []
   for name, arguments in device_steps.steps(rows, _SIZES.value, folder):

@@ -21,7 +21,6 @@ It takes two minutes on two idle cores. --only=attention_mass times a
 compute-bound operation, which needs a GPU or a TPU.
 """
 
-import pathlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,17 +29,13 @@ from absl import flags
 
 from kvjax.experiments import cli
 from kvjax.experiments.inputs import run_inputs
-from kvjax.experiments.run import environment, outputs, results
+from kvjax.experiments.run import environment, outputs
 from kvjax.experiments.run.progress_bar import progress_bar
 from kvjax.experiments.timing import kernel_tables, kernel_timing
 from kvjax.kernels.specs import Spec, named_specs
 
 _MEMORY_BOUND = [
-  "gather",
-  "paged_attention",
-  "select",
-  "sketch",
-  "sparse_decode",
+  *("gather", "paged_attention", "select", "sketch", "sparse_decode")
 ]
 
 _ONLY = flags.DEFINE_list(
@@ -57,8 +52,7 @@ _OUTPUT = flags.DEFINE_string("output", "results/kernels", "Output folder.")
 def main() -> None:
   """Checks all flags, then times the kernels."""
   wanted = kernel_tables.chosen(list(named_specs()), _ONLY.value)
-  folder = pathlib.Path(_OUTPUT.value)
-  results.check_writable(folder)
+  folder = outputs.folder(_OUTPUT.value)
   cli.announce()
   summary = {
     "rounds": _ROUNDS.value,
@@ -69,7 +63,6 @@ def main() -> None:
     "rows": _measure(wanted),
   }
   text = kernel_tables.to_markdown(summary)
-  folder.mkdir(parents=True, exist_ok=True)
   outputs.write_json(folder / "summary.json", summary)
   outputs.write_text(folder / "table.md", text)
   console = rich.console.Console(highlight=False)

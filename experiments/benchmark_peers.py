@@ -31,6 +31,7 @@ with three rounds and 25 with --rounds=1, decode 10, and compress 5.
 """
 
 import contextlib
+import dataclasses
 import pathlib
 import sys
 import tempfile
@@ -45,7 +46,7 @@ from kvjax.experiments import cli
 from kvjax.experiments.inputs import run_inputs
 from kvjax.experiments.peers import cases, timing, workers
 from kvjax.experiments.report import benchmark_tables, wording
-from kvjax.experiments.run import outputs, progress_bar, results
+from kvjax.experiments.run import outputs, progress_bar
 from kvjax.experiments.run.candidates import parse_budgets
 from kvjax.experiments.run.environment import device
 from kvjax.experiments.timing.random_models import random_llama
@@ -103,8 +104,7 @@ def main() -> None:
   if not (peer / "bin" / "python").exists():
     peer = None
   lengths = run_inputs.parse_lengths(_LENGTH.value or _LENGTHS[_TABLE.value])
-  folder = pathlib.Path(_OUTPUT.value)
-  results.check_writable(folder)
+  folder = outputs.folder(_OUTPUT.value)
   cli.announce()
   with _saved_model() as (path, sizes):
     limit = sizes.geometry.max_positions
@@ -124,7 +124,7 @@ def main() -> None:
     for case in progress_bar.track(chosen, "timing"):
       with workers.started(peer) as started:
         compared.append(timing.compare(case, started, path, _ROUNDS.value))
-  records = [timing.record(one) for one in compared]
+  records = [dataclasses.asdict(one) for one in compared]
   outputs.write_json(folder / "measured.json", {"cases": records})
   benchmark_tables.show(
     folder,

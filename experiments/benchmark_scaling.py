@@ -12,8 +12,6 @@ minutes on two cores; `--length=32768,131072` takes 12 GB of memory, and hours
 without `--noattention`.
 """
 
-import pathlib
-
 from absl import flags
 
 import kvjax
@@ -22,7 +20,7 @@ from kvjax.experiments import cli
 from kvjax.experiments.inputs import run_inputs
 from kvjax.experiments.peers.cases import LAYER
 from kvjax.experiments.report import benchmark_tables, pictures, wording
-from kvjax.experiments.run import outputs, results
+from kvjax.experiments.run import outputs
 from kvjax.experiments.run.environment import device
 from kvjax.experiments.timing import layer_compression, scaling
 
@@ -62,8 +60,7 @@ def main() -> None:
   plans = {name: kvjax.get_plan(name, budget) for name in _METHODS.value}
   for name, plan in plans.items():
     layer_compression.check(name, plan)
-  folder = pathlib.Path(_OUTPUT.value)
-  results.check_writable(folder)
+  folder = outputs.folder(_OUTPUT.value)
   cli.announce()
   heads = (LAYER["heads"], LAYER["kv_heads"], LAYER["dim"])
   dtype = run_inputs.dtype()

@@ -10,15 +10,13 @@ index. `--length=131072` takes half an hour and 8 GB of memory. It writes
 table.md to --output.
 """
 
-import pathlib
-
 from absl import flags
 
 from kvjax.errors import InputError
 from kvjax.experiments import cli
 from kvjax.experiments.inputs import run_inputs
 from kvjax.experiments.report import benchmark_tables, wording
-from kvjax.experiments.run import results
+from kvjax.experiments.run import outputs
 from kvjax.experiments.run.environment import device
 from kvjax.experiments.timing import sparse_timing
 from kvjax.registry.names import get_retrieval
@@ -45,8 +43,7 @@ def main() -> None:
     raise InputError("--methods is empty; ctkvr,quest would be two.")
   retrievals = {name: get_retrieval(name) for name in _METHODS.value}
   lengths = run_inputs.parse_lengths(_LENGTH.value)
-  folder = pathlib.Path(_OUTPUT.value)
-  results.check_writable(folder)
+  folder = outputs.folder(_OUTPUT.value)
   cli.announce()
   heads = sparse_timing.Heads()
   measured = {

@@ -9,8 +9,6 @@ times, checks that the answers agree, and writes table.md to --output. It takes
 three minutes on two cores, most of it for compilation.
 """
 
-import pathlib
-
 from absl import flags
 
 from kvjax.errors import InputError
@@ -18,7 +16,7 @@ from kvjax.experiments import cli
 from kvjax.experiments.benchmarks import grids
 from kvjax.experiments.inputs import run_inputs
 from kvjax.experiments.report import benchmark_tables, wording
-from kvjax.experiments.run import results
+from kvjax.experiments.run import outputs
 from kvjax.experiments.run.candidates import candidates, parse_budgets
 from kvjax.experiments.run.environment import device
 from kvjax.experiments.run.prompting import Prompt
@@ -30,16 +28,8 @@ flags.set_default(run_inputs.MODEL, run_inputs.REFERENCE)
 _METHODS = flags.DEFINE_list(
   "methods",
   [
-    "random",
-    "streaming",
-    "key_norm",
-    "keydiff",
-    "lagkv:lag=128",
-    "compactor",
-    "tova",
-    "snapkv",
-    "h2o",
-    "pyramidkv",
+    *("random", "streaming", "key_norm", "keydiff", "lagkv:lag=128"),
+    *("compactor", "tova", "snapkv", "h2o", "pyramidkv"),
   ],
   "Methods to sweep.",
 )
@@ -61,8 +51,7 @@ def main() -> None:
   chosen = candidates(_METHODS.value, budgets)[1:]
   if not chosen:
     raise InputError("Only the full cache is left; name methods and budgets.")
-  folder = pathlib.Path(_OUTPUT.value)
-  results.check_writable(folder)
+  folder = outputs.folder(_OUTPUT.value)
   cli.announce()
   with run_inputs.loaded() as (lm, devices):
     run_inputs.check_lengths(lm, [_LENGTH.value])

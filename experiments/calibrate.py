@@ -67,7 +67,7 @@ from kvjax.experiments.run.candidates import (
   candidates,
   parse_budgets,
 )
-from kvjax.experiments.run.comparison import check_hosts, wanted
+from kvjax.experiments.run.comparison import Work, check_hosts, pending, wanted
 from kvjax.experiments.run.line_files import check_writable
 from kvjax.experiments.run.progress_bar import progress_bar
 from kvjax.experiments.tasks import prose
@@ -78,13 +78,8 @@ for module in (dry_run_inputs, run_inputs, text_inputs, host_inputs):
 _TASKS = flags.DEFINE_list(
   "tasks",
   [
-    "niah_single_1",
-    "niah_single_2",
-    "niah_single_3",
-    "niah_multikey_1",
-    "niah_multikey_2",
-    "niah_multikey_3",
-    "niah_multivalue",
+    *("niah_single_1", "niah_single_2", "niah_single_3", "niah_multikey_1"),
+    *("niah_multikey_2", "niah_multikey_3", "niah_multivalue"),
   ],
   "Tasks of RULER; the default is those that small models can do.",
 )
@@ -111,9 +106,7 @@ _HELD_OUT = flags.DEFINE_integer(
   upper_bound=run_inputs.MOST_SAMPLES,
 )
 _LENGTH = flags.DEFINE_list(
-  "length",
-  ["1024"],
-  "Tokens of prompt and answer, without the chat template.",
+  "length", ["1024"], "Tokens of prompt and answer, without the chat template."
 )
 _METHODS = flags.DEFINE_list(
   "methods",
@@ -139,9 +132,7 @@ _HEADS = flags.DEFINE_enum(
   "of keys and values.",
 )
 _TAU = flags.DEFINE_float(
-  "tau",
-  0.95,
-  "Share of quality to preserve on the held-out samples.",
+  "tau", 0.95, "Share of quality to preserve on the held-out samples."
 )
 _OUTPUT = flags.DEFINE_string("output", "results/calibration", "Output folder.")
 
@@ -270,15 +261,16 @@ class _Run(NamedTuple):
 
   def pending(
     self, chosen: Sequence[Candidate], steps: Mapping[str, results.Samples]
-  ) -> list[measuring.Work]:
+  ) -> list[Work]:
     """Finds what all steps but that of --rule=paper have left to do."""
     return [
-      measuring.pending(
+      pending(
         self.lm,
         chosen,
         samples,
         self._store(file, wanted(chosen, samples)),
         run_inputs.batch(),
+        apart=True,
       )
       for file, samples in steps.items()
     ]

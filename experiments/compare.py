@@ -34,7 +34,6 @@ from kvjax.errors import InputError
 from kvjax.experiments import cli
 from kvjax.experiments.benchmarks import repetition
 from kvjax.experiments.inputs import (
-  dry_run_inputs,
   essay_inputs,
   host_inputs,
   method_inputs,
@@ -43,13 +42,7 @@ from kvjax.experiments.inputs import (
   speed_inputs,
 )
 from kvjax.experiments.report import writing
-from kvjax.experiments.run import (
-  multihost,
-  results,
-  runner,
-  side_by_side,
-  summaries,
-)
+from kvjax.experiments.run import outputs, runner, side_by_side, summaries
 from kvjax.experiments.run.candidates import FULL, Candidate
 from kvjax.experiments.run.progress_bar import progress_bar
 from kvjax.experiments.tasks import suite
@@ -59,7 +52,6 @@ for module in (
   needle_inputs,
   method_inputs,
   host_inputs,
-  dry_run_inputs,
   speed_inputs,
 ):
   flags.adopt_module_key_flags(module)
@@ -99,9 +91,8 @@ def main() -> None:
 
 def _compare(chosen: Sequence[Candidate]) -> None:
   began = time.monotonic()
-  folder = pathlib.Path(_OUTPUT.value)
+  folder = outputs.folder(_OUTPUT.value)
   suite.check_tasks(needle_inputs.TASKS.value)
-  results.check_writable(folder)
   settings = method_inputs.settings(
     "needles", essay_inputs.texts().needle_origins, method_inputs.protocol()
   )
@@ -111,17 +102,11 @@ def _compare(chosen: Sequence[Candidate]) -> None:
     repeated = repetition.of(samples)
     for note in repeated.notes:
       console.print(note)
-    batch = run_inputs.batch()
-    if dry_run_inputs.DRY_RUN.value:
-      foreseen = runner.foresee(lm, chosen, samples, settings, folder, batch)
-      console.print(foreseen)
-      return
-    speeds = speed_inputs.opened(folder, settings, devices)
-    run = runner.answer(
-      lm, devices, chosen, samples, settings, folder, batch, began
+    job = runner.Job(
+      *(lm, devices, chosen, samples, settings, folder, run_inputs.batch())
     )
-    speed_inputs.add_speeds(speeds, run.summary, lm, chosen, samples)
-  if not multihost.is_first():
+    run = speed_inputs.answered(job, began, console)
+  if run is None:
     return
   summary = run.summary
   summary["about"] = dict(repeated.about)

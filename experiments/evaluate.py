@@ -24,7 +24,6 @@ prompt alone, and for a decoded token.
 """
 
 import hashlib
-import pathlib
 import time
 
 from absl import flags
@@ -32,21 +31,19 @@ from absl import flags
 from kvjax.experiments import cli
 from kvjax.experiments.inputs import (
   benchmark_inputs,
-  dry_run_inputs,
   host_inputs,
   method_inputs,
   run_inputs,
   speed_inputs,
 )
 from kvjax.experiments.report import writing
-from kvjax.experiments.run import multihost, results, runner
+from kvjax.experiments.run import outputs, results, runner
 
 for module in (
   benchmark_inputs,
   run_inputs,
   method_inputs,
   host_inputs,
-  dry_run_inputs,
   speed_inputs,
 ):
   flags.adopt_module_key_flags(module)
@@ -64,8 +61,7 @@ def main() -> None:
   method_inputs.check_flags()
   chosen = method_inputs.chosen()
   benchmark_inputs.check_flags()
-  output = pathlib.Path(_OUTPUT.value)
-  results.check_writable(output)
+  output = outputs.folder(_OUTPUT.value)
   console = host_inputs.console()
   with run_inputs.loaded() as (lm, devices):
     drawn = benchmark_inputs.draw(lm)
@@ -75,19 +71,12 @@ def main() -> None:
       benchmark_inputs.chosen().name, drawn.data, benchmark_inputs.protocol()
     )
     folder = output / folder_name(settings)
-    batch = run_inputs.batch()
-    if dry_run_inputs.DRY_RUN.value:
-      foreseen = runner.foresee(
-        lm, chosen, drawn.samples, settings, folder, batch
-      )
-      console.print(foreseen)
-      return
-    speeds = speed_inputs.opened(folder, settings, devices)
-    run = runner.answer(
-      lm, devices, chosen, drawn.samples, settings, folder, batch, began
+    job = runner.Job(
+      *(lm, devices, chosen, drawn.samples, settings, folder),
+      run_inputs.batch(),
     )
-    speed_inputs.add_speeds(speeds, run.summary, lm, chosen, drawn.samples)
-  if not multihost.is_first():
+    run = speed_inputs.answered(job, began, console)
+  if run is None:
     return
   run.summary["about"] = dict(drawn.about)
   console.print(writing.write_run(folder, run.summary))

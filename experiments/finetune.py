@@ -15,7 +15,6 @@ take SmolLM2-135M about seven minutes on two cores.
 """
 
 import dataclasses
-import pathlib
 
 from absl import flags, logging
 
@@ -26,7 +25,7 @@ from kvjax.experiments.finetuning import documents, training
 from kvjax.experiments.finetuning.tuner import Recipe, Tuner
 from kvjax.experiments.inputs import document_inputs, host_inputs, run_inputs
 from kvjax.experiments.report import wording
-from kvjax.experiments.run import multihost, results
+from kvjax.experiments.run import multihost, outputs
 from kvjax.models import lora
 
 for module in (document_inputs, run_inputs, host_inputs):
@@ -100,8 +99,7 @@ def main() -> None:
   """Fine-tunes, then writes adapters and model."""
   host_inputs.start()
   run_inputs.span_hosts()
-  output = pathlib.Path(_OUTPUT.value).absolute()
-  results.check_writable(output)
+  output = outputs.folder(_OUTPUT.value).absolute()
   texts, recipe = document_inputs.read(_SAMPLES.value), _recipe()
   with run_inputs.loaded() as (lm, _):
     run_inputs.check_batch()

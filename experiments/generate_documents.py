@@ -8,13 +8,12 @@ the same kind that the model never sees. The bundled model knows the words but
 not the phrases. It takes seconds.
 """
 
-import pathlib
 import random
 
 from absl import flags
 
 from kvjax.experiments import cli
-from kvjax.experiments.run import outputs, results
+from kvjax.experiments.run import outputs
 
 _OUTPUT = flags.DEFINE_string(
   "output", "results/reports", "Parent folder of the two document folders."
@@ -25,8 +24,7 @@ _KINDS = "function class method module string list number statement".split()
 _ORDER = "first second third last".split()
 _PLACES = "file line block section".split()
 _RESULTS = (
-  "It returns a new object.",
-  "It has no name and is not used.",
+  *("It returns a new object.", "It has no name and is not used."),
   "It raises an exception when the value is empty.",
   "It was changed and must be called again.",
 )
@@ -46,8 +44,7 @@ def _finding(rng: random.Random) -> str:
 
 def main() -> None:
   """Writes both folders."""
-  output = pathlib.Path(_OUTPUT.value)
-  results.check_writable(output)
+  output = outputs.folder(_OUTPUT.value)
   for part in ("learnt", "other"):
     for number in range(_DOCUMENTS):
       text = document(random.Random(f"{part} {number}"))

@@ -26,7 +26,6 @@ cores.
 
 import functools
 import os
-import pathlib
 import statistics
 import time
 import types
@@ -40,7 +39,7 @@ from kvjax.errors import InputError
 from kvjax.experiments import cli
 from kvjax.experiments.inputs import run_inputs
 from kvjax.experiments.report import formats, wording
-from kvjax.experiments.run import environment, outputs, results
+from kvjax.experiments.run import environment, outputs
 from kvjax.experiments.run.progress_bar import progress_bar
 from kvjax.experiments.timing import index_builders
 from kvjax.experiments.timing.index_builders import (
@@ -81,8 +80,7 @@ def main() -> None:
   """Checks all flags, then builds."""
   retrieval = CTkvr(keys=_READS.value)
   lengths = _lengths(retrieval)
-  folder = pathlib.Path(_OUTPUT.value)
-  results.check_writable(folder)
+  folder = outputs.folder(_OUTPUT.value)
   faiss = index_builders.load_faiss()
   cli.announce()
   summary = {
@@ -98,7 +96,6 @@ def main() -> None:
     "rows": _measure(faiss, retrieval, lengths),
   }
   text = to_markdown(summary)
-  folder.mkdir(parents=True, exist_ok=True)
   outputs.write_json(folder / "summary.json", summary)
   outputs.write_text(folder / "table.md", text)
   rich.console.Console(highlight=False).print(text, markup=False)

@@ -49,7 +49,6 @@ def main(directories: Sequence[str]) -> None:
   board = ranking.merge(runs, run_files.unfinished(sources))
   console = rich.console.Console(highlight=False)
   console.print(board.to_terminal())
-  folder.mkdir(parents=True, exist_ok=True)
   outputs.write_text(folder / "leaderboard.csv", board.to_csv())
   plots = board.plots()
   for name, png in plots.items():
@@ -77,7 +76,6 @@ def _export(
   for record in runs:
     for folder in kvpress.folders(record):
       target = folder.place(root)
-      target.mkdir(parents=True, exist_ok=True)
       for name, text in folder.files.items():
         outputs.write_text(target / name, text)
       count += 1

@@ -19,39 +19,20 @@ from kvjax.registry.naming import suggest
 
 GROUPS = {
   "Compare methods": (
-    "methods",
-    "compare",
-    "evaluate",
-    "trials",
-    "leaderboard",
-    "reproduce",
-    "show_kept",
-    "retrieval_recall",
+    *("methods", "compare", "evaluate", "trials", "leaderboard", "reproduce"),
+    *("show_kept", "retrieval_recall"),
   ),
   "Calibrate and train": (
-    "calibrate",
-    "calibrate_queries",
-    "train_gate",
-    "finetune",
-    "generate_documents",
-    "train_reference",
+    *("calibrate", "calibrate_queries", "train_gate", "finetune"),
+    *("generate_documents", "train_reference"),
   ),
   "Measure speed": (
-    "benchmark_sweep",
-    "benchmark_decode",
-    "benchmark_sparse",
-    "benchmark_scaling",
-    "benchmark_kernels",
-    "benchmark_compile",
-    "benchmark_peers",
-    "index_construction",
+    *("benchmark_sweep", "benchmark_decode", "benchmark_sparse"),
+    *("benchmark_scaling", "benchmark_kernels", "benchmark_compile"),
+    *("benchmark_peers", "index_construction"),
   ),
   "Prepare TPUs and GPUs": (
-    "plan",
-    "tpu_compile",
-    "device_check",
-    "tune",
-    "benchmark_device",
+    *("plan", "tpu_compile", "device_check", "tune", "benchmark_device"),
   ),
 }
 PROGRAMS = tuple(name for names in GROUPS.values() for name in names)

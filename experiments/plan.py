@@ -135,13 +135,7 @@ def _use() -> Use:
   )
   model = Published.find(_MODEL.value)
   return Use(
-    _METHOD.value,
-    "",
-    plan,
-    _CONTEXT.value,
-    model,
-    _BATCH.value,
-    _ANSWER.value,
+    _METHOD.value, "", plan, _CONTEXT.value, model, _BATCH.value, _ANSWER.value
   )
 
 

@@ -20,7 +20,6 @@ The output is results/papers/ID/MODEL/paper.md and paper.json, and a folder with
 all answers for each run. An interrupted run resumes where it stopped.
 """
 
-import pathlib
 from collections.abc import Mapping, Sequence
 
 import rich.console
@@ -41,7 +40,7 @@ from kvjax.experiments.papers import (
 )
 from kvjax.experiments.papers.data_model import Experiment, Program
 from kvjax.experiments.papers.setup_samples import Sources
-from kvjax.experiments.run import results
+from kvjax.experiments.run import outputs
 
 flags.set_default(run_inputs.MODEL, run_inputs.REFERENCE)
 for module in (dry_run_inputs, run_inputs, text_inputs):
@@ -105,8 +104,7 @@ def main(ids: Sequence[str]) -> None:
   data = None if _DATA.value is None else hub.resolve(_DATA.value)
   sources = Sources(data, text_inputs.texts())
   _check_overrides(chosen, given, sources)
-  output = pathlib.Path(_OUTPUT.value)
-  results.check_writable(output)
+  output = outputs.folder(_OUTPUT.value)
   name = run_inputs.model_name().replace("/", "--")  # the hub's org/name
   folders = {e.id: output / e.id / name for e in chosen}
   for experiment in chosen:

@@ -18,7 +18,6 @@ relies on. It takes two minutes on two cores.
 """
 
 import dataclasses
-import pathlib
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -35,7 +34,6 @@ from kvjax.experiments.run import (
   environment,
   outputs,
   progress_bar,
-  results,
   retrieval_quality,
 )
 from kvjax.experiments.run.candidates import (
@@ -82,8 +80,7 @@ def main() -> None:
   cli.refuse_together("retention", ["budget"], "both say how much to retrieve")
   suite.check_tasks(needle_inputs.TASKS.value)
   origins = essay_inputs.texts().needle_origins
-  folder = pathlib.Path(_OUTPUT.value)
-  results.check_writable(folder)
+  folder = outputs.folder(_OUTPUT.value)
   budgets = parse_budgets(_RETENTION.value, _BUDGET.value)
   chosen = [c for c in candidates(_METHODS.value, budgets) if c.plan.sparse]
   if not chosen:
@@ -111,7 +108,6 @@ def main() -> None:
     ],
   }
   text = to_markdown(summary)
-  folder.mkdir(parents=True, exist_ok=True)
   outputs.write_json(folder / "summary.json", summary)
   outputs.write_text(folder / "table.md", text)
   print(text, end="")

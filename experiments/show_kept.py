@@ -38,9 +38,7 @@ _METHODS = flags.DEFINE_list(
   "keydiff:anchor=median_unit.",
 )
 _RETENTION = flags.DEFINE_list(
-  "retention",
-  ["0.25"],
-  "Shares of the text to keep, or to retrieve per token.",
+  "retention", ["0.25"], "Shares of the text to keep, or to retrieve per token."
 )
 _BUDGET = flags.DEFINE_list(
   "budget", None, "Tokens to keep or to retrieve, instead of --retention."
@@ -84,7 +82,6 @@ def main() -> None:
     if text is None:
       text = suite.draw(_TASK, 0, 0, _LENGTH, lm.text.count).context
     shown = page.of_text(lm, chosen, text, _QUESTION.value, about)
-  output.parent.mkdir(parents=True, exist_ok=True)
   outputs.write_text(output, shown.html)
   names = ", ".join(f"{c.method} at {c.budget}" for c in chosen)
   console.print(f"{output} shows {names}.")

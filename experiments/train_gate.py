@@ -15,7 +15,6 @@ An interrupted run resumes with the same flags. Sixty parts of 600 tokens take
 SmolLM2-135M about twelve minutes on two cores.
 """
 
-import pathlib
 from typing import cast
 
 import numpy as np
@@ -30,7 +29,7 @@ from kvjax.experiments.gate_training.fitting import Kind, Recipe
 from kvjax.experiments.gate_training.trainer import Trainer
 from kvjax.experiments.inputs import document_inputs, run_inputs
 from kvjax.experiments.report import wording
-from kvjax.experiments.run import results
+from kvjax.experiments.run import outputs, results
 from kvjax.prompts import Prompts, bucket
 from kvjax.repeat_request import RepeatRequest
 
@@ -107,8 +106,7 @@ def _check_length(lm: models.Pretrained) -> None:
 def main() -> None:
   """Trains and writes the networks."""
   _check_flags()
-  output = pathlib.Path(_OUTPUT.value).absolute()
-  results.check_writable(output)
+  output = outputs.folder(_OUTPUT.value).absolute()
   texts = document_inputs.read()
   with run_inputs.loaded() as (lm, _):
     _check_length(lm)

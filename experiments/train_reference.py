@@ -6,15 +6,13 @@ takes about five hours on two cores. An interrupted run resumes from its last
 checkpoint, bit for bit, with the same flags.
 """
 
-from pathlib import Path
-
 from absl import flags
 
 from kvjax.errors import InputError
 from kvjax.experiments import cli
 from kvjax.experiments.reference import curriculum, export
 from kvjax.experiments.reference.trainer import Trainer
-from kvjax.experiments.run import results
+from kvjax.experiments.run import outputs
 
 _OUTPUT = flags.DEFINE_string(
   "output",
@@ -49,8 +47,7 @@ def _chosen_stages(names: list[str] | None) -> tuple[curriculum.Stage, ...]:
 def main() -> None:
   """Trains, then validates and exports."""
   stages = _chosen_stages(_STAGES.value)
-  output = Path(_OUTPUT.value).absolute()
-  results.check_writable(output)
+  output = outputs.folder(_OUTPUT.value).absolute()
   cli.announce()
   output.mkdir(parents=True, exist_ok=True)
   trainer = Trainer(output, _SEED.value, stages)

@@ -36,9 +36,7 @@ from kvjax.experiments.run import outputs, results
 
 _TRIALS = flags.DEFINE_integer("trials", 20, "Number of trials.", lower_bound=2)
 _MARGIN = flags.DEFINE_float(
-  "margin",
-  5.0,
-  "Difference of scores, in points of 100, that counts as none.",
+  "margin", 5.0, "Difference of scores, in points of 100, that counts as none."
 )
 _OUTPUT = flags.DEFINE_string(
   "output", "results/trials", "Parent folder of the trials."

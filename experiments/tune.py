@@ -42,10 +42,7 @@ def main() -> None:
   kernel_choices.check_device()
   cli.announce()
   kernel_choices.tune(
-    wanted,
-    pathlib.Path(_OUTPUT.value),
-    _ROUNDS.value,
-    run_inputs.SEED.value,
+    wanted, pathlib.Path(_OUTPUT.value), _ROUNDS.value, run_inputs.SEED.value
   )
 
 

@@ -320,7 +320,7 @@ def test_the_page_of_prefixes_lists_their_options():
   text = TEXTS["docs/methods/prefixes.md"]
   rows = re.findall(r"^\| `([\w.]+):(\w+)` \| `([\w.]+)`", text, re.MULTILINE)
   assert {name for name, _, _ in rows} == {
-    *("pyramid", "ada", "critical", "chunked", "think", "chunkkv.kvpress"),
+    *("pyramid", "ada", "critical", "chunked", "think", "chunkkv.kvpress")
   }
   for name, option, default in rows:
     method = "h2o" if name == "critical" else "keydiff"

@@ -61,7 +61,7 @@ NAMED: Mapping[str, _NamedText] = {
       license="public domain",
     ),
     _king_james,
-  ),
+  )
 }
 
 

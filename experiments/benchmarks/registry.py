@@ -8,8 +8,7 @@ from kvjax.experiments.benchmarks.math.definition import (
   Math500,
 )
 from kvjax.experiments.benchmarks.multiturn.definition import Multiturn
-from kvjax.experiments.benchmarks.needle.definition import Needle
-from kvjax.experiments.benchmarks.passkey.definition import Passkey
+from kvjax.experiments.benchmarks.needle.definition import Needle, Passkey
 from kvjax.experiments.benchmarks.ruler.definition import Ruler
 
 BENCHMARKS: dict[str, Benchmark] = {

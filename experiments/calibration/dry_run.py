@@ -1,12 +1,14 @@
 """Says what a calibration costs before it starts."""
 
+import collections
 import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from kvjax.experiments.calibration.measuring import Work
+from kvjax.experiments.calibration.measuring import answer_of, measure_batch
 from kvjax.experiments.report import wording
 from kvjax.experiments.run import multihost
+from kvjax.experiments.run.comparison import Work
 from kvjax.experiments.run.estimate import Batch, Estimate, estimate
 from kvjax.experiments.run.forecast import Pace
 from kvjax.models.pretrained import Pretrained
@@ -49,12 +51,14 @@ def foresee(lm: Pretrained, works: Sequence[Work]) -> Foreseen:
   batches = [one for work in works for one in work.batches]
   if batches:
     work = next(work for work in works if work.batches)
-    sizes = [one.shape.rows * one.shape.context for one in batches]
+    sizes = [shape.rows * shape.context for shape, _ in batches]
     pace = Pace.measure(
-      lambda: work.measure_first(lm),
-      len(work.batches[0].questions),
+      lambda: collections.deque(
+        measure_batch(lm, work.candidates, *work.batches[0]), maxlen=0
+      ).clear(),
+      len(work.batches[0][1]),
       share=sum(sizes) / sizes[0],
-      shapes=len({one.shape for one in batches}),
+      shapes=len({shape for shape, _ in batches}),
     )
     return counted._replace(pace=pace)
   return counted
@@ -62,19 +66,17 @@ def foresee(lm: Pretrained, works: Sequence[Work]) -> Foreseen:
 
 def _count(works: Sequence[Work]) -> Foreseen:
   batches = [one for work in works for one in work.batches]
-  contexts = [q.prompt.context for one in batches for q in one.questions]
+  contexts = [q.prompts[0].context for _, asked in batches for q in asked]
   measurements = sum(len(work.missing) for work in works)
   return Foreseen(len(contexts), sum(map(len, contexts)), measurements, None)
 
 
 def _estimate(lm: Pretrained, work: Work) -> Estimate:
   """Estimates a step, whose caches read questions and answers at once."""
-  answers = (
-    max(len(q.prompt.question) + len(q.answer) for q in one.questions)
-    for one in work.batches
-  )
-  batches = [
-    Batch(one.shape.rows, one.shape.context, fed, steps=0)
-    for one, fed in zip(work.batches, answers, strict=True)
-  ]
+  batches = []
+  for shape, asked in work.batches:
+    fed = max(
+      len(q.prompts[0].question) + len(answer_of(lm, *q.samples)) for q in asked
+    )
+    batches.append(Batch(shape.rows, shape.context, fed, steps=0))
   return estimate(lm, work.candidates, batches)

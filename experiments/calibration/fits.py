@@ -172,14 +172,7 @@ def ratio(preset: Preset, measurement: Measurement) -> float:
 def fit(
   chosen: Sequence[Candidate], sets: Sets, preset: Preset, origin: Origin
 ) -> list[Fitted]:
-  """Fits a calibration for each method, in order.
-
-  Args:
-    chosen: methods and fixed retentions.
-    sets: their measurements.
-    preset: the rule.
-    origin: where the measurements come from.
-  """
+  """Fits a calibration for each method, in order."""
   fitted = []
   for name, plan in {c.method: c.plan for c in chosen}.items():
     of_method = sets.of(name)

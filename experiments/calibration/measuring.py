@@ -1,10 +1,8 @@
 """Measures the likelihood of correct answers after compression."""
 
 import dataclasses
-import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence, Set
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 from absl import logging
@@ -14,11 +12,11 @@ import kvjax
 from kvjax.engine.prepared import prepare
 from kvjax.errors import InputError
 from kvjax.experiments.run import prefilling
+from kvjax.experiments.run.batching import Context
 from kvjax.experiments.run.candidates import FULL, Candidate
-from kvjax.experiments.run.comparison import wanted
-from kvjax.experiments.run.line_files import Line
-from kvjax.experiments.run.prompting import Prompt, Shape, check_context_length
-from kvjax.experiments.run.results import Key, Part, Samples
+from kvjax.experiments.run.comparison import pending, wanted
+from kvjax.experiments.run.prompting import Prompt, Shape
+from kvjax.experiments.run.results import Asked, Samples
 from kvjax.experiments.run.shared_lines import SharedLines
 from kvjax.experiments.run.token_counts import TokenCounts
 from kvjax.experiments.tasks import niah
@@ -32,19 +30,12 @@ OnNew = Callable[[str, int], None]
 
 
 @dataclasses.dataclass(frozen=True)
-class Measurement(Line):
+class Measurement(Asked):
   """The likelihood of an answer for one context and one compression.
 
+  It has the fields of `Asked`.
+
   Attributes:
-    task: name of the task.
-    length: of the sample's `Part`.
-    sample: number of the sample.
-    asked: digest of the sample.
-    method: name of the method.
-    options: the method with all its hyperparameters.
-    budget: the budget in words.
-    retention: share of the context that the budget allows.
-    context_tokens: tokens of the context.
     kept_tokens: tokens kept in the layers that the budget is of, those without
       a window, mean over these and KV heads.
     nll: NLL(c) of the context, in nats per token.
@@ -56,16 +47,6 @@ class Measurement(Line):
     kept: the same given the compressed cache.
   """
 
-  task: str
-  length: int
-  sample: int
-  asked: str
-  method: str
-  options: str
-  budget: str
-  retention: float
-  context_tokens: int
-  kept_tokens: float
   nll: float
   tail_nll: float
   concentration: float | None
@@ -73,12 +54,6 @@ class Measurement(Line):
   kurtosis: float | None
   full: float
   kept: float
-
-  @property
-  def key(self) -> Key:
-    """The sample and candidate of the measurement."""
-    part = Part(self.task, self.length)
-    return Key(part, self.asked, self.method, self.options, self.budget)
 
   @property
   def nll_ratio(self) -> float:
@@ -124,14 +99,14 @@ def measure(
     InputError: a sample is longer than the model's context, or the
       measurements cannot be written.
   """
-  work = pending(lm, chosen, samples, store, batch)
+  work = pending(lm, chosen, samples, store, batch, apart=True)
 
-  def measured(one: Batch) -> Iterator[list[Measurement]]:
+  def measured(one: tuple[Shape, list[Context]]) -> Iterator[list[Measurement]]:
     began = time.monotonic()
-    found = list(one.measure(lm, work.candidates))
+    found = list(measure_batch(lm, work.candidates, *one))
     logging.info(
       "Measured %d contexts of up to %d tokens with %d caches in %.1f s",
-      *(len(one.questions), one.shape.context, len(work.candidates)),
+      *(len(one[1]), one[0].context, len(work.candidates)),
       time.monotonic() - began,
     )
     yield found
@@ -143,117 +118,23 @@ def measure(
   return [store.records[key] for key in wanted(chosen, samples)]
 
 
-class Work(NamedTuple):
-  """What is left to measure.
-
-  Attributes:
-    candidates: methods and budgets that lack measurements.
-    missing: keys of the measurements.
-    batches: contexts to prefill together.
-  """
-
-  candidates: Sequence[Candidate]
-  missing: Set[Key]
-  batches: Sequence["Batch"]
-
-  def measure_first(self, lm: Pretrained) -> None:
-    """Measures the first batch, and drops the measurements."""
-    for _ in self.batches[0].measure(lm, self.candidates):
-      pass
+def answer_of(lm: Pretrained, sample: Sample) -> list[int]:
+  """Encodes the correct answer to a sample."""
+  # Of alternatives, such as those of several annotators, the first counts.
+  alternatives = sample.metric == "string_match_part"
+  answers = sample.answers[:1] if alternatives else sample.answers
+  return lm.text.encode(f" {niah.listing(answers)}")
 
 
-def pending(
+def measure_batch(
   lm: Pretrained,
   chosen: Sequence[Candidate],
-  samples: Samples,
-  store: Measurements,
-  batch: int,
-) -> Work:
-  """Finds the measurements that `store` lacks; see `measure`."""
-  keys = wanted(chosen, samples)
-  missing = set(keys) - store.records.keys()
-  unfinished = {(key.method, key.options, key.budget) for key in missing}
-  remaining = [
-    c for c in chosen if (c.method, c.options, c.budget) in unfinished
-  ]
-  unmeasured = {(key.part, key.asked) for key in missing}
-  questions = [
-    Question.of(lm, part, number, sample)
-    for part, drawn in samples.items()
-    for number, sample in enumerate(drawn)
-  ]
-  check_context_length(lm, [one.prompt for one in questions])
-  rows_per_batch = min(batch, max(map(len, samples.values())))
-  shapes = {
-    length: Shape.of(
-      [one.prompt for one in questions if one.part.length == length],
-      rows_per_batch,
-    )
-    for length in {part.length for part in samples}
-  }
-  batches = []
-  for part in samples:
-    shape = shapes[part.length]
-    due = [
-      one
-      for one in questions
-      if one.part == part and (part, one.digest) in unmeasured
-    ]
-    batches += [
-      Batch(shape, rows) for rows in itertools.batched(due, shape.rows)
-    ]
-  return Work(remaining, missing, batches)
-
-
-class Question(NamedTuple):
-  """A sample, its prompt, and its correct answer as token ids."""
-
-  part: Part
-  number: int
-  digest: str
-  prompt: Prompt
-  answer: list[int]
-
-  @classmethod
-  def of(
-    cls, lm: Pretrained, part: Part, number: int, sample: Sample
-  ) -> "Question":
-    """Encodes a sample."""
-    prompt = Prompt.of_sample(lm.text, sample)
-    # Of alternatives, such as those of several annotators, the first counts.
-    alternatives = sample.metric == "string_match_part"
-    answers = sample.answers[:1] if alternatives else sample.answers
-    answer = lm.text.encode(f" {niah.listing(answers)}")
-    return cls(part, number, sample.digest, prompt, answer)
-
-
-class Batch(NamedTuple):
-  """Contexts of a task that are prefilled together.
-
-  Attributes:
-    shape: their padded shape.
-    questions: at most as many as the shape has rows.
-  """
-
-  shape: Shape
-  questions: Sequence[Question]
-
-  def measure(
-    self, lm: Pretrained, chosen: Sequence[Candidate]
-  ) -> Iterator[Measurement]:
-    """Yields the measurements, by candidate and row."""
-    return _measure_batch(lm, chosen, self.questions, self.shape)
-
-
-def _measure_batch(
-  lm: Pretrained,
-  chosen: Sequence[Candidate],
-  questions: Sequence[Question],
   shape: Shape,
+  questions: Sequence[Context],
 ) -> Iterator[Measurement]:
   """Yields the measurements of a batch, by candidate and row."""
   rows = [*questions, *[questions[-1]] * (shape.rows - len(questions))]
-  contexts = [one.prompt.context for one in rows]
+  contexts = [one.prompts[0].context for one in rows]
   per_query_head = chosen[0].plan.per_query_head
   full = kvjax.get_plan(
     FULL, kvjax.Retention(1.0), per_query_head=per_query_head
@@ -271,15 +152,15 @@ def _measure_batch(
     calibrated = swept.retentions[index]
     kept = TokenCounts.of(swept.caches[index]).evictable
     for row, one in enumerate(questions):
-      tokens = len(contexts[row])
+      tokens, (sample,) = len(contexts[row]), one.samples
       share = (
         candidate.retention(tokens) if calibrated is None else calibrated[row]
       )
       yield Measurement(
         task=one.part.task,
         length=one.part.length,
-        sample=one.number,
-        asked=one.digest,
+        sample=one.numbers[0],
+        asked=sample.digest,
         method=candidate.method,
         options=candidate.options,
         budget=candidate.budget,
@@ -306,13 +187,13 @@ def _finite(values: Float[np.ndarray, " B"] | None, row: int) -> float | None:
 def _likelihoods(
   lm: Pretrained,
   caches: Sequence[kvjax.Cache],
-  rows: Sequence[Question],
+  rows: Sequence[Context],
   shape: Shape,
 ) -> Float[np.ndarray, "P B"]:
   """Computes the NLL of the answers per cache, many together."""
-  asked = [one.prompt.question for one in rows]
+  asked = [one.prompts[0].question for one in rows]
   questions = kvjax.Prompts.of(asked, shape.question)
-  answers = kvjax.Prompts.of([one.answer for one in rows])
+  answers = kvjax.Prompts.of([answer_of(lm, *one.samples) for one in rows])
   measurements = np.empty((len(caches), len(rows)))
   for group in kvjax.group_caches(caches, tree_bytes(lm.params)):
     times = len(group)

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from kvjax.calibration.curve import quality
@@ -33,7 +32,6 @@ def ratio_curves(fitted: Sequence[Fitted], title: str) -> Figure:
   rows = -(-len(fitted) // columns)
   size = (max(columns * _PANEL[0], 6), rows * _PANEL[1] + 1.1)
   figure = Figure(figsize=size, layout="constrained")
-  FigureCanvasAgg(figure)
   figure.suptitle(title, fontsize=_TEXT, x=0.02, ha="left")
   panels = figure.subplots(rows, columns, squeeze=False).ravel()
   for axes, method in zip(panels, fitted, strict=False):
@@ -57,7 +55,6 @@ def retention_bars(fitted: Sequence[Fitted], tau: float, title: str) -> Figure:
   """
   height = 0.34 * len(fitted) + 1.7
   figure = Figure(figsize=(7.5, height), layout="constrained")
-  FigureCanvasAgg(figure)
   axes = figure.add_subplot()
   axes.set_title(title, fontsize=_TEXT, loc="left", parse_math=False)
   reached = [method.reached_at(tau) for method in fitted]

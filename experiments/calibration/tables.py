@@ -111,10 +111,7 @@ def _measured(rows: _Rows) -> Table:
   """Builds a table of qualities with a column per retention."""
   names = list(rows[0]["measured"])
   lines = [
-    [
-      row["method"],
-      *(f"{row['measured'][name]:.3f}" for name in names),
-    ]
+    [row["method"], *(f"{row['measured'][name]:.3f}" for name in names)]
     for row in rows
   ]
   header = ["method", *(wording.share(float(name)) for name in names)]

@@ -27,12 +27,6 @@ def write(
 ) -> None:
   """Writes pictures, records and tables, and prints the tables.
 
-  Args:
-    folder: where the measurements are.
-    summary: what summary.json has.
-    fitted: the curves.
-    console: where to print.
-
   Raises:
     InputError: a file cannot be written.
   """

@@ -42,12 +42,6 @@ def rows_of(
   over as many tokens in all of them. If there are more than `samples`, they are
   taken from all texts alike.
 
-  Args:
-    texts: the documents.
-    tokenizer: the model's tokenizer.
-    length: maximum tokens of a part.
-    samples: maximum number of parts.
-
   Raises:
     InputError: there are fewer than two parts.
   """

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import json
 import pathlib
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,12 +11,12 @@ from typing import Any
 import numpy as np
 import safetensors.numpy
 from absl import logging
-from rich import progress
 
 from kvjax import files
 from kvjax.errors import InputError
 from kvjax.experiments.gate_training import examples, fitting
 from kvjax.experiments.run.claiming import claim
+from kvjax.experiments.run.progress_bar import track
 from kvjax.methods.kvzap_gate import CONFIG, WEIGHTS, KVzapGate
 from kvjax.models.json_files import is_present, read_json, write_json
 from kvjax.models.pretrained import Pretrained
@@ -110,7 +109,7 @@ class Trainer:
     learned = [path for path in paths if path not in tested]
     fitted = {
       layer: self._layer(index, layer, learned, tested)
-      for index, layer in _shown(list(enumerate(self._scored)), "fitting")
+      for index, layer in track(list(enumerate(self._scored)), "fitting")
     }
     summary = {
       "r2": {str(layer): each.r2 for layer, each in fitted.items()},
@@ -148,7 +147,7 @@ class Trainer:
     paths = self._text_files()
     replayed = sum(map(is_present, paths))
     logging.info("%s has %d replayed parts already", self._work, replayed)
-    for number, row in _shown(list(enumerate(self._rows)), "replaying"):
+    for number, row in track(list(enumerate(self._rows)), "replaying"):
       if not is_present(paths[number]):
         seed, began = (self._recipe.seed, number), time.monotonic()
         examples.write(paths[number], self._lm, row, padded, self._tokens, seed)
@@ -216,8 +215,3 @@ class Trainer:
         max(each.high for each in fitted.values()),
       ),
     )
-
-
-def _shown[Item](items: Sequence[Item], name: str) -> Any:
-  """Shows a progress bar on a terminal."""
-  return progress.track(items, name, disable=not sys.stdout.isatty())

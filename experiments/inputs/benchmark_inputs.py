@@ -69,11 +69,7 @@ def _define(option: Option) -> flags.FlagHolder[Any]:
   }
   if option.type in define:
     return define[option.type](
-      name,
-      default,
-      text,
-      lower_bound=option.lowest,
-      upper_bound=option.highest,
+      name, default, text, lower_bound=option.lowest, upper_bound=option.highest
     )
   return flags.DEFINE_string(name, default, text)
 

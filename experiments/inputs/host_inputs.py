@@ -98,10 +98,7 @@ def start() -> None:
 def console() -> rich.console.Console:
   """Returns a console that only the first host writes to."""
   return rich.console.Console(
-    highlight=False,
-    markup=False,
-    emoji=False,
-    quiet=not multihost.is_first(),
+    highlight=False, markup=False, emoji=False, quiet=not multihost.is_first()
   )
 
 
@@ -134,11 +131,8 @@ def _check_flags() -> None:
     for name in flags.FLAGS
     if flags.FLAGS[name].present and name not in _OWN
   }
-  found = multihost.difference(own)
-  if found is None:
-    return
-  number, name = found
-  raise InputError(
-    f"Host {number} was started with another --{name} than host 0; start all "
-    "hosts with the same flags."
+  multihost.check_same(
+    own,
+    "was started with another --{} than host 0; start all hosts with the same "
+    "flags.",
   )

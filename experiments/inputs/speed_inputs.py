@@ -1,16 +1,13 @@
 """The flag for programs that can time each method and budget alone."""
 
-import pathlib
-from collections.abc import Sequence
-from typing import Any
-
+import rich.console
 from absl import flags
 
 from kvjax.errors import InputError
-from kvjax.experiments.run import environment, multihost, speed
-from kvjax.experiments.run.candidates import Candidate
-from kvjax.experiments.run.results import Samples, Settings
-from kvjax.models.pretrained import Pretrained
+from kvjax.experiments.inputs import dry_run_inputs
+from kvjax.experiments.run import environment, multihost, runner, speed
+
+flags.adopt_module_key_flags(dry_run_inputs)
 
 TIMED_ROUNDS = flags.DEFINE_integer(
   "timed_rounds",
@@ -33,37 +30,28 @@ def check() -> None:
     )
 
 
-def opened(
-  folder: pathlib.Path, settings: Settings, devices: int
-) -> speed.Speeds | None:
-  """Opens the times of a run, before its answers are generated.
-
-  Args:
-    folder: folder of the run.
-    settings: settings of the run.
-    devices: number of the model's devices.
+def answered(
+  job: runner.Job, began: float, console: rich.console.Console
+) -> runner.Run | None:
+  """Answers, and times what --timed_rounds asks for; or says what it costs.
 
   Returns:
-    The times; None on hosts that write no files.
+    None with --dry_run, and on hosts that write no files.
 
   Raises:
-    InputError: see `speed.Speeds`.
+    InputError: see `speed.Speeds` and `runner.answer`.
   """
-  if not multihost.is_first():
+  if dry_run_inputs.DRY_RUN.value:
+    console.print(runner.foresee(job))
     return None
-  return speed.Speeds(folder, settings, environment.device(devices))
-
-
-def add_speeds(
-  speeds: speed.Speeds | None,
-  summary: dict[str, Any],
-  lm: Pretrained,
-  chosen: Sequence[Candidate],
-  samples: Samples,
-) -> None:
-  """Times what --timed_rounds asks for, and adds all times to the rows."""
+  device = environment.device(job.devices)
+  first = multihost.is_first()
+  # Opened first: it refuses a file before answers are generated.
+  speeds = speed.Speeds(job.folder, job.settings, device) if first else None
+  run = runner.answer(job, began)
   if speeds is None:
-    return
+    return None
   if TIMED_ROUNDS.value:
-    speeds.measure(lm, chosen, samples, TIMED_ROUNDS.value)
-  summary["rows"] = speeds.add_to(summary["rows"])
+    speeds.measure(job.lm, job.chosen, job.samples, TIMED_ROUNDS.value)
+  run.summary["rows"] = speeds.add_to(run.summary["rows"])
+  return run

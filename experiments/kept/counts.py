@@ -119,9 +119,7 @@ def _positions(
 
 @jax.jit
 def _retrieved_positions(
-  layer: SparseLayer,
-  query: Float[Array, "B N D"],
-  positions: Int[Array, " B"],
+  layer: SparseLayer, query: Float[Array, "B N D"], positions: Int[Array, " B"]
 ) -> Int[Array, "B K F"]:
   """Returns positions of stored tokens that a token reads, -1 for others."""
   _, counts = layer.retrieve(layer.index, query, positions)

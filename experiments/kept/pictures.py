@@ -14,7 +14,6 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float, Int
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
@@ -42,21 +41,12 @@ PAGES = {
   "baselines": ("random", "streaming", "key_norm", "cur"),
   "attention": ("h2o", "tova", "chunkkv", "dropkv", "criticalkv"),
   "budgets": (
-    "pyramidkv",
-    "adakv",
-    "criticaladakv",
-    "duoattention",
-    "simlayerkv",
+    *("pyramidkv", "adakv", "criticaladakv", "duoattention", "simlayerkv"),
   ),
   "expected": ("expected_attention", "qfilters"),
   "decoding": ("rkv",),
   "retrieval": (
-    "flat",
-    "quest",
-    "shadowkv",
-    "magicpig",
-    "clusterkv",
-    "squeezed",
+    *("flat", "quest", "shadowkv", "magicpig", "clusterkv", "squeezed"),
   ),
 }
 RETENTION = 0.25
@@ -142,7 +132,6 @@ def draw(
     places = [*grid.flat][: len(maps)]
     for unused in [*grid.flat][len(maps) :]:
       unused.set_visible(False)
-  FigureCanvasAgg(figure)
   images = [
     _draw_map(axes, drawn, needle)
     for axes, drawn in zip(places, maps, strict=True)

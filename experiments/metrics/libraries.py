@@ -16,9 +16,6 @@ def library(name: str) -> types.ModuleType:
   them: jieba has invalid escapes in regular expressions and uses setuptools'
   old `pkg_resources`.
 
-  Args:
-    name: module name, such as `rapidfuzz.fuzz`.
-
   Raises:
     InputError: the module is not installed.
   """

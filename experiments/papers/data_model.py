@@ -256,9 +256,13 @@ class Program:
   unless: Sequence[str] = ()
 
 
+# Of an experiment, either all programs or none.
+Parts = Mapping[str, Sequence[Comparison | Analysis | Program]]
+
+
 @dataclasses.dataclass(frozen=True)
 class Experiment:
-  """An experiment of a paper.
+  """An experiment of a paper; see `experiments.toml`.
 
   Attributes:
     id: such as E5.1.
@@ -272,19 +276,23 @@ class Experiment:
     claims: the paper's statements in words.
     remarks: facts that a reader of its numbers needs.
     why_not: why it cannot run, if it has no parts.
+    recorded: what a run of ours found, and on what.
+    link: where that is described, from docs/.
   """
 
   id: str
   paper: str
   title: str
   models: str
-  needs: str
-  instead: str
-  minutes: int
-  parts: tuple[Comparison | Analysis | Program, ...]
-  claims: tuple[str, ...] = ()
-  remarks: tuple[str, ...] = ()
+  needs: str = ""
+  instead: str = ""
+  minutes: int = 0
+  parts: Sequence[Comparison | Analysis | Program] = ()
+  claims: Sequence[str] = ()
+  remarks: Sequence[str] = ()
   why_not: str = ""
+  recorded: str = ""
+  link: str = ""
 
   @property
   def programs(self) -> list[Program]:

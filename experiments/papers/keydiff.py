@@ -3,18 +3,11 @@
 import dataclasses
 
 from kvjax.experiments.papers import keydiff_analyses, printed
-from kvjax.experiments.papers.data_model import Comparison, Experiment, Setup
-from kvjax.experiments.papers.keydiff_analyses import (
-  LIMIT,
-  MODELS,
-  PAPER,
-  SMALL_MODEL,
-)
+from kvjax.experiments.papers.data_model import Comparison, Parts, Setup
+from kvjax.experiments.papers.keydiff_analyses import LIMIT
 from kvjax.experiments.papers.shared import (
   ALL_21,
-  CODE_SCORES,
   ENGLISH_16,
-  ON_NEEDLES,
   budgets,
   code_scores,
   four_needles,
@@ -149,82 +142,11 @@ _E2_5 = dataclasses.replace(
   averages=(_NEEDLE,),
 )
 
-EXPERIMENTS = (
-  Experiment(
-    "E2.1",
-    PAPER,
-    "LongBench in blocks of 128, six methods",
-    MODELS,
-    "LongBench",
-    f"{ON_NEEDLES}, two budgets, blocks of 16",
-    8,
-    (_E2_1,),
-    ("The budgets keep 31, 53, 67 and 77 % of the prompts on average.",),
-    (
-      'The abstract\'s "0.04 % gap at 8K" does not follow from the printed '
-      "averages (49.03 against 49.20).",
-      "The full cache's NarrQA on Llama-3.1-8B carries a footnote.",
-      CODE_SCORES,
-    ),
-  ),
-  Experiment(
-    "E2.2",
-    PAPER,
-    "the same without blocks",
-    MODELS,
-    "LongBench",
-    f"{ON_NEEDLES}, two budgets",
-    6,
-    (_E2_2,),
-    remarks=(
-      "Inferred: the rows of Llama-3.1-8B cover only prompts that fitted in "
-      "memory (musique is 0.00 and 11.11): loose targets.",
-      CODE_SCORES,
-    ),
-  ),
-  Experiment(
-    "E2.3",
-    PAPER,
-    "blocks of 64 and of 256",
-    SMALL_MODEL,
-    "LongBench",
-    f"{ON_NEEDLES}, one budget, blocks of 8 and 32",
-    6,
-    _E2_3,
-    remarks=(CODE_SCORES,),
-  ),
-  Experiment(
-    "E2.4",
-    PAPER,
-    "anchors, metrics, recent tokens",
-    SMALL_MODEL,
-    "LongBench",
-    f"{ON_NEEDLES}, one budget, blocks of 16",
-    5,
-    (_E2_4,),
-    remarks=(
-      "Section 3.2 says that all results are with the mean of raw keys as the "
-      "anchor (mean_raw here); appendix G says that KeyDiff's row, which has "
-      "the same numbers, is with that of unit keys, as keydiff is here.",
-      CODE_SCORES,
-    ),
-  ),
-  Experiment(
-    "E2.5",
-    PAPER,
-    "needle heatmaps of Sink, TOVA, SnapKV and KeyDiff",
-    SMALL_MODEL,
-    "",
-    "512 and 1,024 tokens, five depths, blocks of 16",
-    4,
-    (_E2_5,),
-    (
-      "All methods find as much in short documents, KeyDiff more in long ones.",
-    ),
-    (
-      "The pictures (Figures 6 and 19) have no numbers. Their lengths are "
-      "those of the paper's Table 18.",
-    ),
-  ),
-  *keydiff_analyses.EXPERIMENTS,
-)
+PARTS: Parts = {
+  "E2.1": (_E2_1,),
+  "E2.2": (_E2_2,),
+  "E2.3": _E2_3,
+  "E2.4": (_E2_4,),
+  "E2.5": (_E2_5,),
+  **keydiff_analyses.PARTS,
+}

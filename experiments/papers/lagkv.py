@@ -5,17 +5,15 @@ from kvjax.experiments.benchmarks.ruler.generator import TASKS as RULER
 from kvjax.experiments.papers import printed
 from kvjax.experiments.papers.data_model import (
   Comparison,
-  Experiment,
   Line,
+  Parts,
   Setup,
   Size,
   Way,
 )
 from kvjax.experiments.papers.shared import (
-  CODE_SCORES,
   ENGLISH_16,
   NEEDLES,
-  ON_NEEDLES,
   budgets,
   code_scores,
   four_needles,
@@ -31,15 +29,13 @@ from kvjax.methods.lagkv import LagKV
 from kvjax.options.budgets import Retention
 from kvjax.options.schedules import Schedule
 
-_PAPER = "LagKV"
-_MODELS = "Llama-3.1-8B-Instruct, Qwen2.5-7B-Instruct"
 _LIMIT = 31500
 # Compression continues while decoding.
 _RECURSIVE = Schedule(every=1)
 
 _REMOVED = budgets(
   {
-    name: (Retention(share), Retention(share))
+    name: Retention(share)
     for name, share in {
       "25 % removed": 0.75,
       "50 % removed": 0.5,
@@ -70,7 +66,7 @@ _E5_1 = Comparison(
 
 _TIMES = budgets(
   {
-    name: (Retention(share), Retention(share))
+    name: Retention(share)
     for name, share in {"2x": 0.5, "4x": 0.25, "6x": 0.167, "8x": 0.125}.items()
   }
 )
@@ -183,14 +179,8 @@ _E5_5 = Comparison(
       {
         "Full": "full",
         "LagKV": _LAGS["L = 1024"],
-        "LocalKV": (
-          "lagkv.local:lag=1024",
-          "lagkv.local:lag=128",
-        ),
-        "L2Norm": (
-          "lagkv.key_norm:lag=1024",
-          "lagkv.key_norm:lag=128",
-        ),
+        "LocalKV": ("lagkv.local:lag=1024", "lagkv.local:lag=128"),
+        "L2Norm": ("lagkv.key_norm:lag=1024", "lagkv.key_norm:lag=128"),
       }
     ),
     Line("H2O", Way("h2o"), Way("h2o")),
@@ -202,74 +192,10 @@ _E5_5 = Comparison(
   "nothing is evicted while decoding.",
 )
 
-EXPERIMENTS = (
-  Experiment(
-    "E5.1",
-    _PAPER,
-    "RULER at 16K tokens, three methods, four budgets",
-    _MODELS,
-    "SQuAD and HotpotQA for QA",
-    "eight needle tasks of 2,048 tokens",
-    4,
-    (_E5_1,),
-    remarks=(
-      "Inferred: the grid of the printed values shows 70 to 140 samples per "
-      "task, a random 15 to 20 % of the 6,500.",
-      "Inferred: LagKV's sinks were 4 in these runs, as in kvpress.",
-    ),
-  ),
-  Experiment(
-    "E5.2",
-    _PAPER,
-    "LongBench (15 sets), three lags, four budgets",
-    _MODELS,
-    "LongBench",
-    ON_NEEDLES,
-    4,
-    (_E5_2,),
-    remarks=(CODE_SCORES,),
-  ),
-  Experiment(
-    "E5.3",
-    _PAPER,
-    "64-digit passkey: partial and exact, heatmaps",
-    _MODELS,
-    "",
-    "672 and 1,184 tokens, five depths",
-    5,
-    (_E5_3,),
-    (
-      "Scores fall where fewer than 64 to 128 tokens of a lag (r L) are kept, "
-      "and sooner with Qwen, whose tokens are single digits, than with Llama, "
-      "whose tokens are up to three (Figure 2).",
-    ),
-  ),
-  Experiment(
-    "E5.4",
-    _PAPER,
-    "chunked against plain prefill: the first token, L = 1024",
-    _MODELS,
-    "",
-    "672 and 1,184 tokens, five depths, L = 128",
-    6,
-    (_E5_4, _E5_4_PLAIN),
-    (
-      "Chunked, 8x keeps about 80 % of the first tokens with both models, "
-      "whatever the length and the depth (Figures 3 and 4); Llama loses more.",
-    ),
-  ),
-  Experiment(
-    "E5.5",
-    _PAPER,
-    "LagKV against LocalKV and L2Norm",
-    _MODELS,
-    "",
-    "672 and 1,184 tokens, five depths, L = 128",
-    4,
-    (_E5_5,),
-    (
-      "LocalKV is near LagKV at 2x and worse later; L2Norm finds about 27 % at "
-      "every ratio, with both models (Figures 5 and 6).",
-    ),
-  ),
-)
+PARTS: Parts = {
+  "E5.1": (_E5_1,),
+  "E5.2": (_E5_2,),
+  "E5.3": (_E5_3,),
+  "E5.4": (_E5_4, _E5_4_PLAIN),
+  "E5.5": (_E5_5,),
+}

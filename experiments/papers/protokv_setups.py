@@ -91,10 +91,7 @@ E1_1 = Comparison(
   scaling=_SCALING,
 )
 
-_GROUPS = (
-  plain("NIAH", NEEDLES),
-  plain("QA", ("qa_1", "qa_2")),
-)
+_GROUPS = (plain("NIAH", NEEDLES), plain("QA", ("qa_1", "qa_2")))
 E1_2 = Comparison(
   "RULER",
   ruler((8000,), 100, (*NEEDLES, "qa_1", "qa_2")),
@@ -234,9 +231,9 @@ E1_9 = Comparison(
   ),
   budgets(
     {
-      "10 % deleted": (Retention(0.9), Retention(0.9)),
-      "25 % deleted": (Retention(0.75), Retention(0.75)),
-      "50 % deleted": (Retention(0.5), Retention(0.5)),
+      "10 % deleted": Retention(0.9),
+      "25 % deleted": Retention(0.75),
+      "50 % deleted": Retention(0.5),
     }
   ),
   (_NARRATIVE,),

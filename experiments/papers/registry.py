@@ -1,5 +1,7 @@
-"""All experiments by their ids."""
+"""All experiments by their ids: `experiments.toml`, and what they run."""
 
+import pathlib
+import tomllib
 from collections.abc import Mapping, Sequence
 
 from kvjax.errors import InputError
@@ -7,10 +9,24 @@ from kvjax.experiments.papers import compactor, ctkvr, keydiff, lagkv, protokv
 from kvjax.experiments.papers.data_model import Experiment
 from kvjax.registry.naming import suggest
 
-EXPERIMENTS: Mapping[str, Experiment] = {
-  experiment.id: experiment
+PAPERS = tomllib.loads(
+  pathlib.Path(__file__).with_name("experiments.toml").read_text("utf-8")
+)
+_PARTS = {
+  name: parts
   for module in (protokv, keydiff, compactor, ctkvr, lagkv)
-  for experiment in module.EXPERIMENTS
+  for name, parts in module.PARTS.items()
+}
+EXPERIMENTS: Mapping[str, Experiment] = {
+  name: Experiment(
+    id=name,
+    paper=paper,
+    parts=_PARTS.get(name, ()),
+    **{"models": entry["models"]} | fields,
+  )
+  for paper, entry in PAPERS.items()
+  for name, fields in entry.items()
+  if isinstance(fields, dict)
 }
 
 

@@ -1,6 +1,5 @@
 """Runs an experiment and reports the results next to the paper's."""
 
-import json
 import pathlib
 import shlex
 from collections.abc import Mapping
@@ -60,11 +59,9 @@ class _Report:
   ) -> None:
     """Quotes the paper, and writes paper.md and paper.json."""
     self.quote(experiment)
-    folder.mkdir(parents=True, exist_ok=True)
     text = "\n\n".join(self._parts) + "\n"
     outputs.write_text(folder / "paper.md", text)
-    content = json.dumps(data, indent=2, ensure_ascii=False)
-    outputs.write_text(folder / "paper.json", f"{content}\n")
+    outputs.write_json(folder / "paper.json", data)
     self._console.print(
       f"Written to {folder / 'paper.md'}", markup=False, soft_wrap=True
     )
@@ -174,12 +171,6 @@ def run(
 ) -> None:
   """Runs all parts, shows them, and writes paper.md and paper.json.
 
-  Args:
-    experiment: an experiment without programs.
-    session: model, data and settings.
-    folder: output folder.
-    console: for progress output.
-
   Raises:
     InputError: see `running`.
   """
@@ -272,10 +263,7 @@ def _pictures(compared: PaperComparison) -> dict[str, Figure]:
 
 
 def _analysis(
-  part: Analysis,
-  findings: Findings,
-  session: Session,
-  report: _Report,
+  part: Analysis, findings: Findings, session: Session, report: _Report
 ) -> _Data:
   for table in findings.tables:
     report.show(table)

@@ -67,16 +67,14 @@ class _Planned(NamedTuple):
     scale: its scale.
     cells: the candidate of every cell.
     drawn: its samples.
-    settings: the settings that its answers share.
-    folder: folder of its answers.
+    job: what it answers.
     notes: what was left out.
   """
 
   scale: Scale
   cells: Cells
   drawn: Drawn
-  settings: results.Settings
-  folder: pathlib.Path
+  job: runner.Job
   notes: list[str]
 
 
@@ -188,25 +186,16 @@ def compare(
   planned = _plan(comparison, session, folder)
   if planned is None:
     return None
-  run = runner.answer(
-    session.lm,
-    session.devices,
-    chosen(planned.cells),
-    planned.drawn.samples,
-    planned.settings,
-    planned.folder,
-    session.batch,
-    began,
-  )
+  run = runner.answer(planned.job, began)
   run.summary["about"] = dict(planned.drawn.about)
-  writing.write_run(planned.folder, run.summary)
+  writing.write_run(planned.job.folder, run.summary)
   compared = compare_to_paper(
     comparison, planned.scale, planned.cells, run.answers
   )
   notes = [
     *planned.notes,
     f"{wording.title(run.summary)}. {wording.circumstances(run.summary)}",
-    f"{run}; all in {planned.folder}.",
+    f"{run}; all in {planned.job.folder}.",
   ]
   return Compared(compared, notes)
 
@@ -216,16 +205,7 @@ def foresee(
 ) -> Forecast | None:
   """Says what `compare` would cost, and writes nothing; see there."""
   planned = _plan(comparison, session, folder)
-  if planned is None:
-    return None
-  return runner.foresee(
-    session.lm,
-    chosen(planned.cells),
-    planned.drawn.samples,
-    planned.settings,
-    planned.folder,
-    session.batch,
-  )
+  return None if planned is None else runner.foresee(planned.job)
 
 
 def _plan(
@@ -249,14 +229,17 @@ def _plan(
     schedule=str(setup.schedule),
     heads=f"{comparison.heads} head",
   )
-  return _Planned(
-    scale,
-    cells_of(comparison, scale, setup, seed),
-    drawn,
+  cells = cells_of(comparison, scale, setup, seed)
+  job = runner.Job(
+    session.lm,
+    session.devices,
+    chosen(cells),
+    drawn.samples,
     settings,
     folder / folder_name(f"{comparison.name} {setup.benchmark}"),
-    [*notes, *drawn.notes],
+    session.batch,
   )
+  return _Planned(scale, cells, drawn, job, [*notes, *drawn.notes])
 
 
 def within_context(setup: Setup, session: Session) -> tuple[Setup, list[str]]:

@@ -8,12 +8,7 @@ from kvjax.errors import InputError
 from kvjax.experiments.benchmarks.base import Drawn, Request
 from kvjax.experiments.benchmarks.longbench import finder, reader, sets
 from kvjax.experiments.benchmarks.multiturn.definition import HISTORY
-from kvjax.experiments.benchmarks.options import (
-  ALWAYS,
-  CHAT,
-  DEPTHS,
-  OFFICIAL,
-)
+from kvjax.experiments.benchmarks.options import ALWAYS, CHAT, DEPTHS, OFFICIAL
 from kvjax.experiments.benchmarks.registry import BENCHMARKS
 from kvjax.experiments.benchmarks.ruler import generator, published
 from kvjax.experiments.inputs import run_inputs

@@ -1,6 +1,7 @@
 """Tasks and setups that the experiments of several papers share."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from kvjax.experiments.benchmarks.longbench.sets import SETS, Category
 from kvjax.experiments.benchmarks.ruler.generator import TASKS
@@ -24,12 +25,6 @@ ENGLISH_16 = tuple(s for s in SETS if SETS[s].language == "English")
 NEEDLES = tuple(niah.TASKS)
 # Needle tasks in prose, the substitute for LongBench.
 FOUR_NEEDLES = suite.DEFAULT
-
-CODE_SCORES = (
-  "Code is scored by Levenshtein's ratio and, in its own row, by difflib's: "
-  "LongBench's code uses either, and the paper does not say which."
-)
-ON_NEEDLES = "four needle tasks of 1,024 tokens"
 
 
 def of_category(*categories: Category) -> tuple[str, ...]:
@@ -66,9 +61,7 @@ def four_needles(
 
 
 def ruler(
-  lengths: tuple[int, ...],
-  samples: int,
-  tasks: tuple[str, ...] = TASKS,
+  lengths: tuple[int, ...], samples: int, tasks: tuple[str, ...] = TASKS
 ) -> Setup:
   """Defines RULER as in a paper, by default with all tasks."""
   return Setup("ruler", tasks, lengths, samples)
@@ -106,24 +99,23 @@ def fixed(
 
 
 def budgets(
-  columns: Mapping[str, tuple[Budget, Budget | None]],
+  columns: Mapping[str, Budget | tuple[Budget, Budget | None]],
 ) -> tuple[Column, ...]:
-  """Defines columns of budgets, the paper's and the small ones."""
-  return tuple(
-    Column(name, Place(paper), None if small is None else Place(small))
-    for name, (paper, small) in columns.items()
-  )
+  """Defines columns of budgets: the paper's and the small ones, or of both."""
+  return _columns("budget", columns)
 
 
 def lengths(
   columns: Mapping[str, tuple[int, int | None]],
 ) -> tuple[Column, ...]:
   """Defines columns of lengths, the paper's and the small ones."""
-  return tuple(
-    Column(
-      name,
-      Place(length=paper),
-      None if small is None else Place(length=small),
-    )
-    for name, (paper, small) in columns.items()
-  )
+  return _columns("length", columns)
+
+
+def _columns(field: str, columns: Mapping[str, Any]) -> tuple[Column, ...]:
+  result = []
+  for name, both in columns.items():
+    paper, small = both if isinstance(both, tuple) else (both, both)
+    of_small = None if small is None else Place(**{field: small})
+    result.append(Column(name, Place(**{field: paper}), of_small))
+  return tuple(result)

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from kvjax.experiments.papers.compare_to_paper import PaperComparison
@@ -30,7 +29,6 @@ def draw(compared: PaperComparison) -> Figure:
   if compared.scale == "paper":
     series |= {t.model: t.numbers for t in compared.comparison.targets}
   figure = Figure(figsize=(6.6, 4.0), layout="constrained")
-  FigureCanvasAgg(figure)
   axes = figure.add_subplot()
   for index, (model, numbers) in enumerate(series.items()):
     _draw_series(axes, compared, model, _of(numbers, name), index)

@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from kvjax.experiments.papers.compare_to_paper import PaperComparison
@@ -34,9 +33,6 @@ def parameters(names: Sequence[str]) -> dict[str, list[Value]]:
   """Groups lines by the parameter that they vary, in ascending order.
 
   Parameters with a single value are left out.
-
-  Args:
-    names: names of lines.
   """
   groups: dict[str, list[Value]] = {}
   for name in names:
@@ -69,7 +65,6 @@ def draw(compared: PaperComparison) -> Figure:
   rows = -(-len(groups) // columns)
   width = max(columns * _PANEL[0] + 0.4, _LEAST)
   figure = Figure(figsize=(width, rows * _PANEL[1] + 0.6), layout="constrained")
-  FigureCanvasAgg(figure)
   panels = figure.subplots(rows, columns, squeeze=False).ravel()
   for axes in panels[len(groups) :]:
     axes.set_axis_off()

@@ -6,7 +6,7 @@ A first request of a kind compiles; callers repeat requests to leave that out.
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -28,18 +28,6 @@ _BATCH = 2
 
 class Side:
   """What a library is asked to do; every time is in seconds."""
-
-  def operations(self) -> Mapping[str, Callable[..., Any]]:
-    """The operations by name."""
-    return {
-      "versions": self.versions,
-      "load": self.load,
-      "limits": self.limits,
-      "prefill": self.prefill,
-      "decode": self.decode,
-      "answer": self.answer,
-      "compress": self.compress,
-    }
 
   def versions(self) -> dict[str, str]:
     """Versions of the libraries."""
@@ -68,12 +56,7 @@ class Side:
     return time.perf_counter() - begin
 
   def decode(
-    self,
-    method: str,
-    retention: float,
-    rows: int,
-    length: int,
-    new_tokens: int,
+    self, method: str, retention: float, rows: int, length: int, new_tokens: int
   ) -> float:
     """Decodes after a prefill, which does not count."""
     cache, logits = self._prefill(
@@ -149,4 +132,4 @@ def _fastest(call: Callable[[Any], Any], argument: Any) -> float:
 
 if __name__ == "__main__":
   cli.limit_threads()
-  serve(Side().operations())
+  serve(Side())

@@ -10,7 +10,7 @@ import contextlib
 import importlib.metadata
 import time
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import kvpress
@@ -42,17 +42,6 @@ TOKEN_IDS = 1000
 class Side:
   """What a library is asked to do; every time is in seconds."""
 
-  def operations(self) -> dict[str, Callable[..., Any]]:
-    """The operations by name."""
-    return {
-      "versions": self.versions,
-      "load": self.load,
-      "prefill": self.prefill,
-      "decode": self.decode,
-      "answer": self.answer,
-      "compress": self.compress,
-    }
-
   def versions(self) -> dict[str, str]:
     """Versions of the libraries."""
     names = ("kvpress", "torch", "transformers")
@@ -76,12 +65,7 @@ class Side:
     return seconds
 
   def decode(
-    self,
-    method: str,
-    retention: float,
-    rows: int,
-    length: int,
-    new_tokens: int,
+    self, method: str, retention: float, rows: int, length: int, new_tokens: int
   ) -> float:
     """Decodes after a prefill, which does not count."""
     cache = self._prefill(method, retention, self._tokens(rows, length))
@@ -184,4 +168,4 @@ class Side:
 
 if __name__ == "__main__":
   transformers.utils.logging.disable_progress_bar()
-  serve(Side().operations())
+  serve(Side())

@@ -10,15 +10,13 @@ import os
 import pathlib
 import sys
 import traceback
-from collections.abc import Callable, Mapping
-from typing import Any
 
 # Linux: writing 5 to the first resets the peak that the second contains.
 _RESET = pathlib.Path("/proc/self/clear_refs")
 _STATUS = pathlib.Path("/proc/self/status")
 
 
-def serve(operations: Mapping[str, Callable[..., Any]]) -> None:
+def serve(side: object) -> None:
   """Answers requests until stdin ends.
 
   A request is a JSON object with the name of an operation in "do", and its
@@ -27,7 +25,7 @@ def serve(operations: Mapping[str, Callable[..., Any]]) -> None:
   last line of what went wrong.
 
   Args:
-    operations: by name.
+    side: has a method for each operation.
   """
   answers = os.fdopen(os.dup(1), "w")
   # What libraries print must not get between the answers.
@@ -36,7 +34,7 @@ def serve(operations: Mapping[str, Callable[..., Any]]) -> None:
     request = json.loads(line)
     _reset_peak()
     try:
-      result = operations[request.pop("do")](**request)
+      result = getattr(side, request.pop("do"))(**request)
       answer = {"result": result, "peak": _peak()}
     except Exception as error:
       traceback.print_exc()

@@ -5,7 +5,6 @@ import itertools
 import pathlib
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from kvjax.experiments.peers.cases import Case
 from kvjax.experiments.peers.workers import Worker
@@ -159,11 +158,6 @@ def _seconds(value: float, most: int = 3) -> str:
 
 def _ratio(value: float) -> str:
   return f"{value:.{2 if value < 10 else 1}f}"
-
-
-def record(compared: Compared) -> dict[str, Any]:
-  """Returns what was measured, for JSON."""
-  return dataclasses.asdict(compared)
 
 
 def _mebibytes(count: int | None) -> str:

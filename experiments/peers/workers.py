@@ -32,13 +32,7 @@ class Worker:
   def __init__(
     self, name: str, command: Sequence[str], folder: pathlib.Path
   ) -> None:
-    """Starts the process.
-
-    Args:
-      name: of the library, for messages.
-      command: the program and its arguments.
-      folder: where it starts.
-    """
+    """Starts the process."""
     self._name = name
     # Threads that wait in a loop would take a core from the other worker. The
     # peer may use OpenBLAS for products, so that our limit is not for it; our

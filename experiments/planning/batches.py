@@ -20,12 +20,7 @@ class Line(NamedTuple):
 
   @classmethod
   def through(cls, rows: tuple[int, int], nbytes: tuple[int, int]) -> "Line":
-    """Returns the line through two points, or one that is level above them.
-
-    Args:
-      rows: two numbers of rows, ascending.
-      nbytes: bytes for each.
-    """
+    """Returns the line through two points, or one that is level above them."""
     row = max(0, (nbytes[1] - nbytes[0]) / (rows[1] - rows[0]))
     return cls(nbytes[1] - row * rows[1] if row else max(nbytes), row)
 
@@ -54,12 +49,7 @@ class Batches(NamedTuple):
 
 
 def largest(small: Planned, large: Planned) -> Batches:
-  """Computes the largest batches from what two of them need.
-
-  Args:
-    small: what some rows need.
-    large: what more rows need.
-  """
+  """Computes the largest batches from what two of them need."""
   stored = Line.through(
     (small.use.rows, large.use.rows),
     (
@@ -71,12 +61,7 @@ def largest(small: Planned, large: Planned) -> Batches:
 
 
 def temporaries(small: Planned, large: Planned) -> tuple[Line, Line]:
-  """Returns the lines of what prefill and decoding need besides.
-
-  Args:
-    small: what some rows need.
-    large: what more rows need.
-  """
+  """Returns the lines of what prefill and decoding need besides."""
   rows = small.use.rows, large.use.rows
   prefill = small.prefill.temporary, large.prefill.temporary
   decode = small.decode.temporary, large.decode.temporary

@@ -100,11 +100,6 @@ def compile_use(use: Use, chip: Chip, advance: Advance) -> Planned:
   The compiler refuses what does not fit. What the whole model needs then
   follows from a few layers.
 
-  Args:
-    use: the method and the model.
-    chip: the devices.
-    advance: shows progress.
-
   Raises:
     TooLargeError: even a few layers do not fit.
     InputError: the prefill depends on numbers, which shapes do not have, or
@@ -132,11 +127,6 @@ def _depths(use: Use, chip: Chip, whole: Sizes) -> list[tuple[int, ...]]:
 
   A loop compiles as fast for many layers as for few. Of many, a compiler does
   not keep in VMEM what it could not for all.
-
-  Args:
-    use: the method and the model.
-    chip: the devices.
-    whole: what the whole model takes.
   """
   layers = use.model.layers
   period = _period(use.model.config(layers).geometry.layers)

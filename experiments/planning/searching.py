@@ -76,10 +76,6 @@ def batches_by_retention(
   """Computes the largest batches for other retentions, by shapes.
 
   What programs need besides weights and cache is that of the plan.
-
-  Args:
-    found: the slice, and its plan.
-    shares: retentions.
   """
   chip, batches = found.most.chip, {}
   for share in shares:
@@ -181,12 +177,7 @@ def _line(use: Use, chip: Chip) -> Line:
 
 
 def _meshes(use: Use, slice_: Slice) -> Iterator[Chip]:
-  """Yields the devices of a slice on all meshes; their numbers are powers of 2.
-
-  Args:
-    use: the method and the model.
-    slice_: the slice.
-  """
+  """Yields the devices of a slice on all meshes, of powers of 2."""
   rows = 1
   while rows <= slice_.devices:
     yield slice_.load(rows, use.model.kv_heads)

@@ -8,26 +8,14 @@ from kvjax.errors import InputError
 from kvjax.experiments.tpu.chips import Chip
 from kvjax.registry.naming import suggest
 
-# Topologies by their numbers of chips.
-_FLAT = {
-  1: "1x1",
-  4: "2x2",
-  8: "2x4",
-  16: "4x4",
-  32: "4x8",
-  64: "8x8",
-  128: "8x16",
-  256: "16x16",
-}
-_DEEP = {
-  4: "2x2x1",
-  8: "2x2x2",
-  16: "2x2x4",
-  32: "2x4x4",
-  64: "4x4x4",
-  128: "4x4x8",
-  256: "4x8x8",
-}
+
+def _by_chips(topologies: str) -> Mapping[int, str]:
+  """Lists topologies by their numbers of chips."""
+  return {math.prod(map(int, x.split("x"))): x for x in topologies.split()}
+
+
+_FLAT = _by_chips("1x1 2x2 2x4 4x4 4x8 8x8 8x16 16x16")
+_DEEP = _by_chips("2x2x1 2x2x2 2x2x4 2x4x4 4x4x4 4x4x8 4x8x8")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +30,6 @@ class Kind:
       it refuses what takes more, and says so.
     link_bytes_per_second: what a chip receives from others at most: half of the
       bidirectional bandwidth of all its links.
-    source: page with the bandwidth.
   """
 
   shapes: Mapping[int, str]
@@ -50,43 +37,16 @@ class Kind:
   devices: int
   programs_gib: float
   link_bytes_per_second: int
-  source: str
 
 
+# Bandwidths are those of the page of each kind.
 KINDS: Mapping[str, Kind] = {
-  "v5e": Kind(
-    _FLAT,
-    1,
-    1,
-    15.75,
-    200 * 10**9,
-    "https://docs.cloud.google.com/tpu/docs/v5e",
-  ),
-  "v5p": Kind(
-    _DEEP,
-    2,
-    1,
-    95.73,
-    600 * 10**9,
-    "https://docs.cloud.google.com/tpu/docs/v5p",
-  ),
-  "v6e": Kind(
-    _FLAT,
-    1,
-    1,
-    31.24,
-    400 * 10**9,
-    "https://docs.cloud.google.com/tpu/docs/v6e",
-  ),
-  "tpu7x": Kind(
-    {1: "1x1x1", **_DEEP},
-    2,
-    2,
-    94.74,
-    600 * 10**9,
-    "https://docs.cloud.google.com/tpu/docs/tpu7x",
-  ),
+  "v5e": Kind(_FLAT, 1, 1, 15.75, 200 * 10**9),
+  "v5p": Kind(_DEEP, 2, 1, 95.73, 600 * 10**9),
+  "v6e": Kind(_FLAT, 1, 1, 31.24, 400 * 10**9),
+  "tpu7x": Kind({1: "1x1x1", **_DEEP}, 2, 2, 94.74, 600 * 10**9),
 }
+PAGE = "https://docs.cloud.google.com/tpu/docs/"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,10 +136,6 @@ def find_slice(name: str) -> Slice:
 
 def check_devices(slice_: Slice, sizes: Mapping[str, int]) -> None:
   """Refuses a mesh that is not of a whole slice.
-
-  Args:
-    slice_: the slice.
-    sizes: sizes of the mesh's axes.
 
   Raises:
     InputError: the mesh has another number of devices.

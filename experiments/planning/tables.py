@@ -6,7 +6,8 @@ from kvjax.experiments.planning.batches import Batches
 from kvjax.experiments.planning.bounds import Bound, step_bound
 from kvjax.experiments.planning.compiling import Needs, Planned, Sent
 from kvjax.experiments.planning.searching import Found
-from kvjax.experiments.planning.slices import KINDS, Slice
+from kvjax.experiments.planning.slices import KINDS, PAGE, Slice
+from kvjax.experiments.report import formats
 from kvjax.experiments.tpu.engine_programs import Use
 
 _MIB = 2**20
@@ -43,13 +44,7 @@ def facts(planned: Planned, slice_: Slice) -> str:
 def to_markdown(
   planned: Planned, slice_: Slice, batches: Batches | None
 ) -> str:
-  """Formats what a plan takes on each device, as a table of Markdown.
-
-  Args:
-    planned: the plan.
-    slice_: its slice.
-    batches: the largest batches, if known.
-  """
+  """Formats what a plan takes on each device, as a table of Markdown."""
   both = (planned.prefill, planned.decode)
   taken = planned.sizes
   rows: list[tuple[str, Sequence[str]]] = [
@@ -64,12 +59,8 @@ def to_markdown(
     ("collectives", [_sent(needs.sent) for needs in both]),
     ("at least", [_NONE, _bound(step_bound(planned, slice_))]),
   ]
-  lines: list[tuple[str, ...]] = [
-    ("", "prefill", "decoding"),
-    (":--", "--:", "--:"),
-  ]
-  lines += [(name, *cells) for name, cells in rows if cells]
-  return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+  lines = [(name, *cells) for name, cells in rows if cells]
+  return formats.grid(("", "prefill", "decoding"), lines).rstrip()
 
 
 def verdict(planned: Planned, slice_: Slice) -> str:
@@ -102,10 +93,10 @@ def finding(found: Found) -> str:
 
 def sources(kinds: Sequence[str]) -> str:
   """Names the pages of the bandwidths between chips."""
-  pages: Mapping[str, str] = {KINDS[kind].source: kind for kind in kinds}
   return "Bandwidths between chips: " + ", ".join(
-    f"{KINDS[kind].link_bytes_per_second / 1e9:,.0f} GB/s of {kind} ({page})"
-    for page, kind in pages.items()
+    f"{KINDS[kind].link_bytes_per_second / 1e9:,.0f} GB/s of {kind} "
+    f"({PAGE}{kind})"
+    for kind in dict.fromkeys(kinds)
   )
 
 

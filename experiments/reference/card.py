@@ -3,6 +3,7 @@
 import dataclasses
 import datetime
 import os
+import pathlib
 import platform
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -18,6 +19,7 @@ from kvjax.experiments.reference.progress import Progress
 from kvjax.experiments.reference.prompts import VARIED_SHARE
 from kvjax.experiments.reference.rows import BACKGROUND_WEIGHT, FIRST_WEIGHT
 from kvjax.experiments.reference.validation import Score
+from kvjax.experiments.report import formats
 from kvjax.models.config import DecoderConfig
 
 # The target score; the card lists the cells below it.
@@ -178,97 +180,8 @@ def _markdown(
   header: Sequence[str], lines: Sequence[Sequence[str]], numbers: bool = True
 ) -> str:
   """Formats a table; `numbers` right-aligns all columns but the first."""
-  rule = ["---", *["---:" if numbers else "---"] * (len(header) - 1)]
-  return "\n".join(
-    f"| {' | '.join(cells)} |" for cells in (header, rule, *lines)
-  )
+  left = (0,) if numbers else range(len(header))
+  return formats.grid(header, lines, left).rstrip()
 
 
-_CARD = """\
----
-license: apache-2.0
-language: en
-library_name: transformers
----
-
-# kvjax reference model
-
-A {parameters:,}-parameter Llama, trained from scratch on synthetic retrieval
-prompts, that answers needle-in-a-haystack questions with its full KV cache. It
-exists so that methods of KV-cache compression can be compared offline, on a
-CPU, in minutes. It is not a language model: it writes no text and answers no
-other question.
-
-- {layers} layers, width {width}, {heads} query heads on {kv_heads} KV heads of
-  dimension {head_dim}, SwiGLU {inner}, RoPE base {theta:,.0f}, {tied}
-  embeddings; weights in float16.
-- {vocabulary:,} tokens: known words with their leading blank, else bytes;
-  digits and the letters of UUIDs one by one.
-- Trained on at most {longest:,} positions; the configuration admits
-  {positions:,}, but beyond {tested:,} nothing is tested.
-
-## Scores
-
-Full cache, greedy decoding, float32, {samples} fresh samples per cell, prose
-from topics that training never saw. Percentage of references found; in
-brackets, where it differs, the percentage of samples with all of them.
-
-{table}
-
-By the depth of the needle (`{depth_task}`, {depth_samples} samples per cell):
-
-{depths}
-
-In a conversation, where each round asks for another needle and questions and
-answers stay in the cache ({conversations} conversations):
-
-{rounds}
-
-## Attention on the needle
-
-Share of the attention that lies on the needle's value where its first symbol is
-read (`{mass_task}` at {mass_length:,} tokens, {mass_samples} samples):
-
-{mass}
-
-## Training
-
-`python -m kvjax.experiments.train_reference --output=DIR --seed={seed}`
-trains such a model; other machines round otherwise, so their weights and scores
-differ a little. Steps: {steps:,}, extensions of stages that missed their
-gate included.
-Tokens: {tokens:.1f} million. Time in training steps: {minutes:.0f} minutes
-({device}, {cores} cores). Seed: {seed}. Date: {date}.
-
-Data are made on the fly: key-value pairs with a growing gap between key and
-value, then needles, then whole prompts in RULER's wording ({varied:.0f} % of
-them in other wordings), with haystacks of RULER's noise, of other needles and
-of prose from CPython's language reference (`pydoc_data.topics`, PSF licence).
-Several questions are asked about most contexts. {spelled:.0f} % of the keys are
-spelled with random letters. A question about one key is answered with its
-values in the order of the text (`1, 2, and 3.`), one about several keys with
-each key and its value (`a: 1, b: 2, and c: 3.`). Loss: weight 1 on answers,
-{first:g} on the first symbol of each key and value in them, {background:g} on
-the rest. AdamW {betas}, weight decay {decay:g}, gradients clipped at {clip:g};
-learning rates change geometrically within a stage. Layers that are added
-between two stages answer zero at first; Adam then starts anew.
-
-{stages}
-
-## Limits
-
-- It knows needles, and little but the wording it was taught. LongBench, chat
-  and open questions are beyond it, and so are variable tracking and counting.
-{weak}\
-- A value is many tokens (7 digits, 36 symbols of a UUID), so a method that
-  pools attention scores needs a kernel of at least 2 x symbols + 1 to keep it
-  whole: 15 for numbers.
-- Statistics of large models need not appear. In an earlier model of this
-  recipe, keys with a *large* norm were the important ones, the reverse of
-  what the key-norm method builds on. Methods that rest on sinks, key norms or
-  key similarity may look better or worse here than on real models.
-- A small model may route retrieval through very few layers and heads, which
-  exaggerates the effect of budgets per head or per layer.
-- Do not tune a method on this model, and never compare its scores with
-  published ones.
-"""
+_CARD = pathlib.Path(__file__).with_name("card.md").read_text("utf-8")

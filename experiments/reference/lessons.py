@@ -1,7 +1,10 @@
 """The lessons of the bundled model: rows of each kind, drawn on the fly."""
 
+import csv
 import dataclasses
-from collections.abc import Callable
+import pathlib
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -203,96 +206,30 @@ def passkey(rng: np.random.Generator, pieces: Pieces, max_tokens: int) -> Row:
   return row
 
 
-LESSONS: dict[str, Lesson] = {
-  "gapped": gapped_pairs,
-  "pairs": plain_pairs,
-  "copy": copying,
-  "recall": recalling,
-  "short": Retrieval(
-    form="short", least_digits=1, key_counts=(2, 6), tail=0.7, one_turn=0.0
-  ),
-  "prefix": Retrieval(
-    form="prefix", least_digits=3, key_counts=(2, 12), tail=0.6, one_turn=0.0
-  ),
-  "full": Retrieval(
-    hay="mixed", least_digits=5, key_counts=(2, 12), one_turn=0.2
-  ),
-  "single_noise": Retrieval(hay="noise"),
-  "single_essay": Retrieval(hay="essay"),
-  "multikey_essay": Retrieval(hay="essay", key_counts=(4, 8)),
-  "multikey": Retrieval(key_counts=(1, 8)),
-  "many_keys": Retrieval(key_counts=(8, 40), tail=0.7, one_turn=0.0),
-  "uuid_value": Retrieval(hay="mixed", values="uuids", key_counts=(1, 4)),
-  "uuid_key": Retrieval(
-    keys="uuids", values="uuids", key_counts=(1, 4), tail=0.6
-  ),
-  "many_uuids": Retrieval(
-    keys="uuids",
-    values="uuids",
-    key_counts=(3, 10),
-    tail=0.7,
-    one_turn=0.0,
-  ),
-  "multivalue": Retrieval(hay="essay", value_counts=(2, 4)),
-  "multiquery": Retrieval(hay="mixed", key_counts=(4, 8), query_counts=(2, 4)),
-  "many_queries": Retrieval(
-    hay="mixed",
-    key_counts=(8, 24),
-    query_counts=(2, 4),
-    tail=0.7,
-    one_turn=0.0,
-  ),
-  "prefix_queries": Retrieval(
-    form="prefix",
-    least_digits=1,
-    key_counts=(3, 6),
-    query_counts=(2, 4),
-    tail=0.7,
-    one_turn=0.0,
-    again=True,
-  ),
-  "prefix_values": Retrieval(
-    hay="essay", form="prefix", least_digits=1, value_counts=(2, 4)
-  ),
-  "four_values": Retrieval(hay="essay", value_counts=(4, 4)),
-  "many_values": Retrieval(
-    hay="essay",
-    key_counts=(3, 8),
-    value_counts=(4, 4),
-    tail=0.7,
-    one_turn=0.0,
-  ),
-  "prefix_four_values": Retrieval(
-    hay="essay", form="prefix", least_digits=1, value_counts=(4, 4)
-  ),
-  "short_lists": Retrieval(
-    form="short",
-    least_digits=1,
-    key_counts=(1, 3),
-    value_counts=(1, 3),
-    query_counts=(1, 2),
-    one_turn=0.0,
-  ),
-  "listed_pairs": listed_pairs,
-  "short_queries": Retrieval(
-    form="short",
-    least_digits=1,
-    key_counts=(3, 8),
-    query_counts=(2, 4),
-    tail=0.7,
-    one_turn=0.0,
-  ),
-  "short_values": Retrieval(
-    form="short",
-    least_digits=1,
-    key_counts=(1, 2),
-    value_counts=(2, 4),
-    tail=0.7,
-    one_turn=0.0,
-  ),
-  "passkey": passkey,
-}
+def _retrieval(row: Mapping[str, str]) -> Retrieval:
+  def bounds(name: str) -> tuple[int, int]:
+    least, most = map(int, row[name].split("-"))
+    return least, most
 
+  words = ("hay", "keys", "values", "form")
+  counts = ("key_counts", "value_counts", "query_counts")
+  fields: dict[str, Any] = {name: row[name] for name in words}
+  fields |= {name: bounds(name) for name in counts}
+  fields |= {name: float(row[name]) for name in ("tail", "one_turn")}
+  return Retrieval(
+    **fields, least_digits=int(row["least_digits"]), again=bool(row["again"])
+  )
+
+
+with pathlib.Path(__file__).with_name("lessons.tsv").open(newline="") as file:
+  LESSONS: dict[str, Lesson] = {
+    **{"gapped": gapped_pairs, "pairs": plain_pairs, "copy": copying},
+    **{"recall": recalling, "listed_pairs": listed_pairs, "passkey": passkey},
+    **{
+      row["lesson"]: _retrieval(row)
+      for row in csv.DictReader(file, dialect="excel-tab")
+    },
+  }
 # Attempts to draw a row that fits.
 _MOST_DRAWS = 100
 

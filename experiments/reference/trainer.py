@@ -212,12 +212,6 @@ def _check_claim(
   Stages that have not started may change, except for the depth of the first of
   them, which the decoder already has.
 
-  Args:
-    path: path of the folder's record.
-    seed: seed of this run.
-    stages: stages of this run.
-    begun: number of started stages.
-
   Raises:
     InputError: the run in the folder has another seed or other stages, or its
       record cannot be read.

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 import kvjax
+from kvjax.experiments.benchmarks.multiturn import conversations
 from kvjax.experiments.metrics.string_match import string_match_all
 from kvjax.experiments.run import answering, prompting
 from kvjax.experiments.run.candidates import FULL, candidates
@@ -137,41 +138,25 @@ def rounds(
 
 
 def generate_rounds(
-  lm: Pretrained, conversations: Sequence[Sequence[Sample]]
+  lm: Pretrained, drawn: Sequence[Sequence[Sample]]
 ) -> list[list[str]]:
   """Generates the answers of each round of some conversations."""
-  tokenizer = lm.text
-  most = conversations[0][0].max_new_tokens
   prompts = [
-    [prompting.Prompt.of_sample(tokenizer, sample) for sample in turns]
-    for turns in conversations
+    [
+      prompting.Prompt.of_sample(lm.text, sample)
+      for sample in conversations.continued(turns, lm.text)
+    ]
+    for turns in drawn
   ]
-  # As in training, a turn starts with the token that ended the last answer,
-  # which is not in the cache yet, and a newline.
-  opening = [tokenizer.eos_ids[0], *tokenizer.encode("\n")]
-  turns = [
-    [opening * (index > 0) + prompt.question for prompt in round_prompts]
-    for index, round_prompts in enumerate(zip(*prompts, strict=True))
-  ]
-  width = max(len(ids) for rows in turns for ids in rows)
-  cache, _ = kvjax.prefill(
-    lm.model,
-    lm.params,
-    kvjax.Prompts.of([turn_prompts[0].context for turn_prompts in prompts]),
-    kvjax.get_plan(FULL, kvjax.Retention(1.0)),
-  )
-  cache = kvjax.reserve(cache, len(turns) * (width + most))
-  decoding = kvjax.Decoding(most, tokenizer.eos_ids)
-  answers = []
-  for rows in turns:
-    questions = kvjax.Prompts.of(rows, width)
-    turn = kvjax.generate(
-      lm.model, lm.params, cache, questions, decoding, keep=True
+  shape = prompting.Shape.of([p for row in prompts for p in row], len(prompts))
+  full = candidates([FULL], [kvjax.Retention(1.0)])
+  rounds = [
+    [reply.text for reply in group]
+    for group in answering.replies(
+      lm, full, prompts, shape, answering.Seconds()
     )
-    assert turn.cache is not None
-    cache = turn.cache
-    answers.append([tokenizer.decode(ids) for ids in turn.rows()])
-  return [list(texts) for texts in zip(*answers, strict=True)]
+  ]
+  return [list(texts) for texts in zip(*rounds, strict=True)]
 
 
 def _scores(
@@ -194,9 +179,7 @@ def _scores(
 
 
 def _answers(
-  lm: Pretrained,
-  prompts: Sequence[prompting.Prompt],
-  shape: prompting.Shape,
+  lm: Pretrained, prompts: Sequence[prompting.Prompt], shape: prompting.Shape
 ) -> Iterator[str]:
   """Generates answers from the full cache, in the order of the prompts."""
   full = candidates([FULL], [kvjax.Retention(1.0)])

@@ -10,13 +10,7 @@ import re
 from typing import Any
 
 import tokenizers
-from tokenizers import (
-  AddedToken,
-  decoders,
-  models,
-  pre_tokenizers,
-  processors,
-)
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 
 from kvjax.experiments.tasks import niah, passkey, prose, words
 
@@ -78,10 +72,7 @@ def build() -> tokenizers.Tokenizer:
     )
   )
   tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-    [
-      pre_tokenizers.Split(tokenizers.Regex(_PIECE), "isolated"),
-      byte_level,
-    ]
+    [pre_tokenizers.Split(tokenizers.Regex(_PIECE), "isolated"), byte_level]
   )
   tokenizer.decoder = decoders.ByteLevel()
   tokenizer.add_special_tokens(

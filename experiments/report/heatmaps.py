@@ -6,7 +6,6 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Float
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import LinearSegmentedColormap, Normalize
 from matplotlib.figure import Figure
@@ -118,7 +117,6 @@ def _figure(title: str, width: float, height: float) -> Figure:
     figsize=(width, height + _HEADING * (1 + heading.count("\n"))),
     layout="constrained",
   )
-  FigureCanvasAgg(figure)
   figure.suptitle(heading, fontsize=8, x=0.02, ha="left", parse_math=False)
   return figure
 

@@ -22,13 +22,13 @@ from kvjax.experiments.report.means import (
   Mean,
   Row,
   Summary,
+  by_task,
   evictable,
   grouped,
-  mean_of,
   means,
   score,
 )
-from kvjax.experiments.report.rows import settings_of
+from kvjax.experiments.report.rows import SETTINGS, settings_of
 from kvjax.experiments.report.run_files import Record
 from kvjax.experiments.run.candidates import FULL
 from kvjax.experiments.run.prompting import QUERY_AWARE, QUERY_AWARE_KVPRESS
@@ -36,13 +36,7 @@ from kvjax.experiments.run.results import Answer
 
 _CONFIG = "config.yaml"
 # The fields under `kvjax` that distinguish results of one folder name.
-_OWN = (
-  "method",
-  "options",
-  "budget",
-  *("weights", "dtype", "seed", "python", "protocol", "schedule", "heads"),
-  *("kv_dtype", "data", "decoding"),
-)
+_OWN = ("method", "options", "budget", *SETTINGS[2:])
 
 
 class Folder(NamedTuple):
@@ -114,7 +108,7 @@ def _folder(
     "predictions.csv": formats.to_csv(
       _prediction(layout, answer, config["query_aware"]) for answer in answers
     ),
-    "metrics.json": _json(layout.metrics(_by_task(rows), answers)),
+    "metrics.json": _json(layout.metrics(by_task(rows, score), answers)),
     _CONFIG: _json(config),
   }
   return Folder(name, contents)
@@ -184,14 +178,6 @@ def _prediction(
     "predicted_answer": answer.prediction,
     "compression_ratio": round(removed, 4),
   }
-
-
-def _by_task(rows: Sequence[Row]) -> dict[str, float]:
-  """Averages the scores of each task."""
-  tasks: dict[str, list[Row]] = {}
-  for row in rows:
-    tasks.setdefault(row["task"], []).append(row)
-  return {task: mean_of(same, score) for task, same in tasks.items()}
 
 
 def _identity_of(place: pathlib.Path) -> object:

@@ -12,18 +12,8 @@ from matplotlib.collections import LineCollection
 # From the color-blind palettes of Okabe and Ito and of Tol. Markers and dashes
 # differ as well, and no two lines share all three.
 _COLORS = (
-  "#332288",
-  "#D55E00",
-  "#117733",
-  "#CC79A7",
-  "#56B4E9",
-  "#E69F00",
-  "#000000",
-  "#882255",
-  "#44AA99",
-  "#999933",
-  "#CC6677",
-  "#654522",
+  *("#332288", "#D55E00", "#117733", "#CC79A7", "#56B4E9", "#E69F00"),
+  *("#000000", "#882255", "#44AA99", "#999933", "#CC6677", "#654522"),
   "#0077BB",
 )
 _MARKERS = "osD^vXp*<>h"

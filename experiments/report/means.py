@@ -17,6 +17,10 @@ Summary = Mapping[str, Any]
 # Method and budget, which the rows of a table line share.
 Name = tuple[str, str]
 
+COUNTS = (
+  *("context_tokens", "kept_tokens", "read_tokens", "cache_bytes"),
+  "host_bytes",
+)
 # Fields that not all rows have.
 OPTIONAL = (
   *("global_tokens", "answer_tokens", "decoding_bytes"),
@@ -193,7 +197,7 @@ def score(row: Row) -> float:
 
 def mean_of(rows: Sequence[Row], value: Callable[[Row], float]) -> float:
   """Averages over tasks; within a task, rows are weighted by samples."""
-  return statistics.fmean(_by_task(rows, value).values())
+  return statistics.fmean(by_task(rows, value).values())
 
 
 def reads_less(averages: Iterable[Mean]) -> bool:
@@ -216,9 +220,10 @@ def evictable(row: Row) -> float:
   return row["kept_tokens"] if of_global is None else of_global
 
 
-def _by_task(
+def by_task(
   rows: Sequence[Row], value: Callable[[Row], float]
 ) -> dict[str, float]:
+  """Averages each task; its rows are weighted by samples."""
   tasks: dict[str, list[Row]] = {}
   for row in rows:
     tasks.setdefault(row["task"], []).append(row)
@@ -234,7 +239,7 @@ def _mean(
   rows: Sequence[Row], answers: Sequence[Answer], baseline: float | None
 ) -> Mean:
   first = rows[0]
-  tasks = _by_task(rows, score)
+  tasks = by_task(rows, score)
   mean = statistics.fmean(tasks.values())
   delta = None
   if baseline is not None and first["method"] != FULL:
@@ -243,6 +248,11 @@ def _mean(
   def over_tasks(name: str) -> float:
     return mean_of(rows, lambda row: row[name])
 
+  numbers: dict[str, Any] = {
+    name: over_tasks(name)
+    for name in ("retention", *COUNTS, *OPTIONAL)
+    if name not in OPTIONAL or all(name in row for row in rows)
+  }
   return Mean(
     method=first["method"],
     options=first["options"],
@@ -252,14 +262,5 @@ def _mean(
     interval=interval(answers) if answers else None,
     delta=delta,
     samples=sum(row["samples"] for row in rows),
-    retention=over_tasks("retention"),
-    context_tokens=over_tasks("context_tokens"),
-    kept_tokens=over_tasks("kept_tokens"),
-    read_tokens=over_tasks("read_tokens"),
-    cache_bytes=over_tasks("cache_bytes"),
-    host_bytes=over_tasks("host_bytes"),
-    **{
-      name: over_tasks(name) if all(name in row for row in rows) else None
-      for name in OPTIONAL
-    },
+    **numbers,
   )

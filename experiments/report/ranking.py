@@ -172,11 +172,7 @@ class Leaderboard(NamedTuple):
     return "\n".join(["# Leaderboard\n", *sections, *remarks])
 
   def to_html(self, plots: Sequence[bytes]) -> str:
-    """Renders a self-contained page.
-
-    Args:
-      plots: PNGs of the groups' plots.
-    """
+    """Renders a self-contained page."""
     return page.render(
       "leaderboard",
       title="Leaderboard",

@@ -5,6 +5,7 @@ from typing import Any
 
 from kvjax.experiments.report import wording
 from kvjax.experiments.report.means import (
+  COUNTS,
   OPTIONAL,
   Row,
   Summary,
@@ -16,27 +17,10 @@ from kvjax.experiments.run.candidates import FULL
 
 # Fields of a summary that comparable rows share.
 SETTINGS = (
-  "benchmark",
-  "model",
-  "weights",
-  "dtype",
-  "seed",
-  "python",
-  "protocol",
-  "schedule",
-  "heads",
-  "kv_dtype",
-  "data",
-  "decoding",
+  *("benchmark", "model", "weights", "dtype", "seed", "python", "protocol"),
+  *("schedule", "heads", "kv_dtype", "data", "decoding"),
 )
 _PLACE = ("task", "length", "depth", "turn")
-_COUNTS = (
-  "context_tokens",
-  "kept_tokens",
-  "read_tokens",
-  "cache_bytes",
-  "host_bytes",
-)
 
 
 def identified(record: Record) -> list[dict[str, Any]]:
@@ -85,6 +69,6 @@ def _fields(
     "delta": None if baseline is None else round(row["score"] - baseline, 2),
     **row["scores"],
     "samples": row["samples"],
-    **{name: row[name] for name in _COUNTS},
+    **{name: row[name] for name in COUNTS},
     **{name: row[name] for name in OPTIONAL if name in row},
   }

@@ -11,12 +11,7 @@ from kvjax.experiments.report.tables import tables
 
 
 def markdown(record: Record, plots: Sequence[str]) -> str:
-  """Formats settings, all tables, and links to the plots.
-
-  Args:
-    record: the run.
-    plots: file names of the plots.
-  """
+  """Formats settings, all tables, and links to the plots."""
   best = wording.headline(record.summary)
   lines = [
     f"# {formats.escaped(wording.title(record.summary))}",

@@ -5,7 +5,6 @@ import textwrap
 from collections.abc import Callable, Mapping, Sequence
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedFormatter, FixedLocator, NullLocator
 
@@ -147,24 +146,13 @@ def _draw(
   cost: str,
   score: str,
 ) -> Figure:
-  """Plots lines over a logarithmic axis that decreases to the right.
-
-  Args:
-    drawn: the lines.
-    ticks: labels of positions.
-    title: title of the plot.
-    cost: label of the horizontal axis.
-    score: label of the vertical axis.
-  """
+  """Plots lines over a logarithmic axis that decreases to the right."""
   figure = _figure(title, *lines.size(drawn))
   axes = figure.add_subplot()
   axes.set_xscale("log")
   least, most = min(ticks), max(ticks)
   reached = [point.x for line in drawn for point in line.points]
-  axes.set_xlim(
-    max(most * 1.1, *reached),
-    min(least / 1.1, *reached),
-  )
+  axes.set_xlim(max(most * 1.1, *reached), min(least / 1.1, *reached))
   shown = _apart(sorted(ticks), _TICKS * math.log(1.21 * most / least))
   axes.xaxis.set_major_locator(FixedLocator(shown))
   axes.xaxis.set_major_formatter(FixedFormatter([ticks[x] for x in shown]))
@@ -204,7 +192,6 @@ def _apart(ticks: Sequence[float], gap: float) -> list[float]:
 def _figure(title: str, width: float, height: float) -> Figure:
   """Creates a figure with a wrapped title, without pyplot's global state."""
   figure = Figure(figsize=(width, height), layout="constrained")
-  FigureCanvasAgg(figure)
   heading = textwrap.fill(title, int(width * _LETTERS))
   figure.suptitle(heading, fontsize=_TITLE, x=0.02, ha="left", parse_math=False)
   return figure

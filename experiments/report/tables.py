@@ -218,10 +218,7 @@ def _in_full(part: Record) -> list[Table]:
   title = wording.averaged(part.values("task"))
   summary_means = means(part.summary["rows"], part.answers)
   long_answers = presentation(part.summary["benchmark"]).long_answers
-  shown = [
-    by_budget(part),
-    overview(summary_means, title, name, long_answers),
-  ]
+  shown = [by_budget(part), overview(summary_means, title, name, long_answers)]
   for budget in budget_names(part):
     shown += _tasks(_at(part, budget))
   return [*shown, *series.other_scores(part), *series.by_turn(part)]

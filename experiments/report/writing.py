@@ -22,11 +22,6 @@ def write_comparison(
 ) -> rich.console.Group:
   """Writes summary.json, table.md and score_vs_retention.png atomically.
 
-  Args:
-    folder: folder of the run.
-    summary: content of summary.json.
-    answers: the answers that it averages.
-
   Returns:
     The tables for a terminal.
   """

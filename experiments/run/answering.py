@@ -112,7 +112,7 @@ def replies(
     joined = _Joined.of(lm, parts, contexts[0][0], shape)
     del parts
     if stays:
-      joined.make_room(rows[0], shape)
+      joined.cache = _with_capacity(joined.cache, rows[0], shape)
     for turn in range(turns):
       began = time.monotonic()
       answers = joined.answer(
@@ -225,19 +225,23 @@ class _Joined:
     counts = TokenCounts.of(cache)
     return cls(cache, logits, counts, own, shape.rows, prompt.stays)
 
-  def make_room(self, turns: Prompted, shape: Shape) -> None:
-    """Gives the cache capacity for the turns of a context."""
-    self.cache = _with_capacity(self.cache, turns, shape)
-
   def answer(
     self, lm: Pretrained, prompts: Sequence[Prompt], shape: Shape
   ) -> list[list[int]]:
     """Answers a question of each context; keeps the turn if turns stay."""
-    if not self.stays:
-      return _answers(lm, self.cache, self.logits, prompts, shape)
-    answers, self.cache = _turn(lm, self.cache, prompts, shape)
-    self.counts = TokenCounts.of(self.cache)
-    return answers
+    turn = kvjax.generate(
+      lm.model,
+      lm.params,
+      self.cache,  # donated, if the turn is kept
+      _questions(self.cache, prompts, shape) if shape.question else self.logits,
+      _decoding(lm, prompts),
+      keep=self.stays,
+      seeds=_seeds(self.cache, prompts),
+    )
+    if self.stays:
+      assert turn.cache is not None
+      self.cache, self.counts = turn.cache, TokenCounts.of(turn.cache)
+    return turn.rows()
 
   def reply(
     self,
@@ -303,25 +307,6 @@ def _groups(
   )
 
 
-def _answers(
-  lm: Pretrained,
-  cache: kvjax.Cache,
-  logits: Float[Array, "B V"],
-  prompts: Sequence[Prompt],
-  shape: Shape,
-) -> list[list[int]]:
-  """Generates answers from a cache whose rows repeat those of `prompts`."""
-  inputs = _questions(cache, prompts, shape) if shape.question else logits
-  return kvjax.generate(
-    lm.model,
-    lm.params,
-    cache,
-    inputs,
-    _decoding(lm, prompts),
-    seeds=_seeds(cache, prompts),
-  ).rows()
-
-
 def _decoding(lm: Pretrained, prompts: Sequence[Prompt]) -> kvjax.Decoding:
   first = prompts[0]
   return kvjax.Decoding(first.max_new_tokens, lm.text.eos_ids, first.sampling)
@@ -333,23 +318,6 @@ def _seeds(
   """Repeats the prompts' seeds for each row of the cache."""
   seeds = np.array([prompt.seed for prompt in prompts], np.int32)
   return np.tile(seeds, cache.next_positions.shape[0] // len(prompts))
-
-
-def _turn(
-  lm: Pretrained, cache: kvjax.Cache, prompts: Sequence[Prompt], shape: Shape
-) -> tuple[list[list[int]], kvjax.Cache]:
-  """Generates answers and keeps the turn in the cache, which is donated."""
-  turn = kvjax.generate(
-    lm.model,
-    lm.params,
-    cache,
-    _questions(cache, prompts, shape),
-    _decoding(lm, prompts),
-    keep=True,
-    seeds=_seeds(cache, prompts),
-  )
-  assert turn.cache is not None
-  return turn.rows(), turn.cache
 
 
 def _questions(

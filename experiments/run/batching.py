@@ -57,14 +57,14 @@ class Context:
 
 
 def contexts_of(
-  lm: Pretrained, samples: Samples, protocol: Protocol
+  lm: Pretrained, samples: Samples, protocol: Protocol, apart: bool = False
 ) -> Iterator[Context]:
-  """Yields the contexts of each part."""
+  """Yields the contexts of each part; if `apart`, one for every sample."""
   for part, drawn in samples.items():
     groups: dict[object, list[int]] = {}
     prompted = [_as_prompted(sample, protocol) for sample in drawn]
     for number, sample in enumerate(prompted):
-      key = number if protocol == QUERY_AWARE else sample.context
+      key = number if apart or protocol == QUERY_AWARE else sample.context
       groups.setdefault(key, []).append(number)
     for numbers in groups.values():
       prompts = [Prompt.of_sample(lm.text, prompted[n]) for n in numbers]

@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import hashlib
 from collections.abc import Callable, Iterator, Sequence, Set
+from typing import Any
 
 from kvjax.experiments.metrics import passkey, registry
 from kvjax.experiments.run import multihost
@@ -30,6 +31,7 @@ from kvjax.experiments.run.results import (
   Samples,
   Settings,
 )
+from kvjax.experiments.run.shared_lines import SharedLines
 from kvjax.models.pretrained import Pretrained
 from kvjax.models.tokenizer import Tokenizer
 
@@ -38,39 +40,6 @@ OnAnswers = Callable[[str, int], None]
 
 # Metadata of samples that metrics need.
 _SCORED_BY = ("needle", "all_classes", "words")
-
-
-def compare(
-  lm: Pretrained,
-  candidates: Sequence[Candidate],
-  samples: Samples,
-  results: Results,
-  batch: int,
-  on_answers: OnAnswers,
-  protocol: Protocol = QUERY_AGNOSTIC,
-  seconds: Seconds | None = None,
-) -> None:
-  """Generates the answers that `results` lacks and adds them.
-
-  Samples of one part that have the same context are prefilled once.
-
-  Args:
-    lm: the model.
-    candidates: methods and budgets.
-    samples: samples of each task and length, in the order of their numbers;
-      those with the same context have the same `max_new_tokens`.
-    results: previous answers; new ones are written as they come.
-    batch: contexts per prefill, or fewer if their caches do not fit in memory.
-    on_answers: called on progress.
-    protocol: whether the question is known before compression.
-    seconds: the elapsed time is added to it.
-
-  Raises:
-    InputError: a sample is longer than the model's context, or the answers
-      cannot be written.
-  """
-  work = pending(lm, candidates, samples, results, batch, protocol)
-  answer_all(lm, work, results, on_answers, seconds)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,15 +68,34 @@ def pending(
   lm: Pretrained,
   candidates: Sequence[Candidate],
   samples: Samples,
-  results: Results,
+  results: SharedLines[Any],
   batch: int,
   protocol: Protocol = QUERY_AGNOSTIC,
+  apart: bool = False,
 ) -> Work:
-  """Finds the answers that `results` lacks; see `compare`."""
-  missing = set(wanted(candidates, samples)) - results.answers.keys()
-  unfinished = {(key.method, key.budget) for key in missing}
-  candidates = [c for c in candidates if (c.method, c.budget) in unfinished]
-  contexts = list(contexts_of(lm, samples, protocol))
+  """Finds the answers that `results` lacks.
+
+  Samples of one part that have the same context are prefilled once.
+
+  Args:
+    lm: the model.
+    candidates: methods and budgets.
+    samples: samples of each task and length, in the order of their numbers;
+      those with the same context have the same `max_new_tokens`.
+    results: previous answers, or other records of the same keys.
+    batch: contexts per prefill, or fewer if their caches do not fit in memory.
+    protocol: whether the question is known before compression.
+    apart: prefill samples with the same context apart.
+
+  Raises:
+    InputError: a sample is longer than the model's context.
+  """
+  missing = set(wanted(candidates, samples)) - results.records.keys()
+  unfinished = {(k.method, k.options, k.budget) for k in missing}
+  candidates = [
+    c for c in candidates if (c.method, c.options, c.budget) in unfinished
+  ]
+  contexts = list(contexts_of(lm, samples, protocol, apart))
   check_context_length(
     lm, [prompt for c in contexts for prompt in join_turns(c.prompts)]
   )
@@ -128,9 +116,20 @@ def answer_all(
   on_answers: OnAnswers,
   seconds: Seconds | None = None,
 ) -> None:
-  """Generates the answers of `pending` and adds them; see `compare`."""
+  """Generates the answers of `pending`, and adds them as they come.
+
+  Args:
+    lm: the model.
+    work: the answers.
+    results: where they are written.
+    on_answers: called on progress.
+    seconds: the elapsed time is added to it.
+
+  Raises:
+    InputError: the answers cannot be written.
+  """
   missing = set(work.missing)
-  spent = Seconds() if seconds is None else seconds
+  spent = seconds or Seconds()
 
   def answer(batch: tuple[Shape, list[Context]]) -> Iterator[list[Answer]]:
     shape, rows = batch
@@ -138,7 +137,7 @@ def answer_all(
     for group in replies(lm, work.candidates, prompts, shape, spent):
       yield [_answer(rows[reply.row], reply, lm.text) for reply in group]
 
-  for answers in results.lines.share(work.batches, answer):
+  for answers in results.share(work.batches, answer):
     # Equal samples are one.
     new = {each.key: each for each in answers if each.key in missing}
     missing -= new.keys()
@@ -162,10 +161,6 @@ def wanted(candidates: Sequence[Candidate], samples: Samples) -> list[Key]:
 
 def check_hosts(settings: Settings, keys: Sequence[Key]) -> None:
   """Refuses hosts whose files or versions differ.
-
-  Args:
-    settings: settings of the run.
-    keys: those of `wanted`.
 
   Raises:
     InputError: some do.

@@ -95,11 +95,7 @@ class Pace(NamedTuple):
 
   @classmethod
   def measure(
-    cls,
-    run: Callable[[], None],
-    contexts: int,
-    share: float,
-    shapes: int,
+    cls, run: Callable[[], None], contexts: int, share: float, shapes: int
   ) -> "Pace":
     """Runs a batch twice.
 

@@ -13,11 +13,7 @@ _SAID = 200
 
 
 def sentence(error: BaseException) -> str | None:
-  """Explains an error that a kernel's compilation raises; None for others.
-
-  Args:
-    error: what ended the program.
-  """
+  """Explains an error that a kernel's compilation raises; None for others."""
   said = compilers(error)
   if said is None:
     return None

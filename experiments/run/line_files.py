@@ -39,11 +39,7 @@ class LineFile[Record: Line]:
   """
 
   def __init__(
-    self,
-    path: pathlib.Path,
-    shared: Any,
-    kind: type[Record],
-    name: str,
+    self, path: pathlib.Path, shared: Any, kind: type[Record], name: str
   ):
     """Reads the existing records.
 

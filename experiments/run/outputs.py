@@ -2,20 +2,28 @@
 
 import json
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from absl import logging
 
 from kvjax import files
 from kvjax.errors import InputError
+from kvjax.experiments.run.line_files import check_writable
 
 # The records that survive if another file of the run cannot be written.
 ANSWERS = "answers"
 
 
+def folder(name: str) -> pathlib.Path:
+  """Returns the folder of an --output; errors are those of `check_writable`."""
+  path = pathlib.Path(name)
+  check_writable(path)
+  return path
+
+
 def write_json(
-  path: pathlib.Path, value: Mapping[str, Any], kept: str = ""
+  path: pathlib.Path, value: Mapping[str, Any] | Sequence[Any], kept: str = ""
 ) -> None:
   """Writes a JSON file atomically; see `write_text`."""
   text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"

@@ -71,10 +71,6 @@ def track[Step](
 ) -> Iterator[Step]:
   """Yields steps under a progress bar, on terminals only.
 
-  Args:
-    steps: what the caller works on.
-    doing: description of the bar.
-
   Examples:
     >>> list(track(["a", "b"]))
     ['a', 'b']

@@ -4,7 +4,7 @@ import dataclasses
 import hashlib
 import pathlib
 import platform
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from kvjax.experiments.benchmarks import hub
@@ -68,8 +68,8 @@ class Settings:
 
 
 @dataclasses.dataclass(frozen=True)
-class Answer(Line):
-  """One sample answered from one cache.
+class Asked(Line):
+  """One sample and one cache.
 
   Attributes:
     task: name of the task.
@@ -83,6 +83,35 @@ class Answer(Line):
     context_tokens: tokens of the context; includes the question if it is
       prefilled, and all turns so far if they stay in the cache.
     kept_tokens: tokens kept of these, mean over layers and KV heads.
+  """
+
+  task: str
+  length: int
+  sample: int
+  asked: str
+  method: str
+  options: str
+  budget: str
+  retention: float
+  context_tokens: int
+  kept_tokens: float
+
+  @property
+  def part(self) -> Part:
+    """The part of the sample."""
+    return Part(self.task, self.length)
+
+  @property
+  def key(self) -> "Key":
+    """The question and cache that this is of."""
+    return Key(self.part, self.asked, self.method, self.options, self.budget)
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer(Asked):
+  """One sample answered from one cache; see `Asked`.
+
+  Attributes:
     read_tokens: tokens that a token attends to, likewise; for retrieval, the
       resident tokens and the keys that the last prompt token retrieved.
     cache_bytes: bytes allocated for the compressed context.
@@ -106,16 +135,6 @@ class Answer(Line):
       this cache alone; None in older records.
   """
 
-  task: str
-  length: int
-  sample: int
-  asked: str
-  method: str
-  options: str
-  budget: str
-  retention: float
-  context_tokens: int
-  kept_tokens: float
   read_tokens: float
   cache_bytes: int
   host_bytes: int
@@ -156,16 +175,6 @@ class Answer(Line):
       return self.first_draw
     return self.sample - (self.turn or 0)
 
-  @property
-  def part(self) -> Part:
-    """The part of the sample."""
-    return Part(self.task, self.length)
-
-  @property
-  def key(self) -> "Key":
-    """The question and cache that the answer belongs to."""
-    return Key(self.part, self.asked, self.method, self.options, self.budget)
-
 
 class Key(NamedTuple):
   """One question to one cache.
@@ -181,37 +190,17 @@ class Key(NamedTuple):
   budget: str
 
 
-class Results:
-  """The answers in `samples.jsonl` of a folder.
+class Results(SharedLines[Answer]):
+  """The answers in `samples.jsonl` of a folder, by their keys.
 
   A question whose line is incomplete is answered again. Of many hosts, the
   first one reads and writes the file, and all know its answers.
-
-  Attributes:
-    folder: the folder.
-    settings: the settings that the answers share.
-    lines: the file.
   """
 
   def __init__(self, folder: pathlib.Path, settings: Settings):
-    """Reads the existing answers.
-
-    Raises:
-      InputError: see `LineFile`.
-    """
-    self.folder, self.settings = folder, settings
-    self.lines = SharedLines(
-      folder / "samples.jsonl", settings, Answer, "answer"
-    )
-
-  @property
-  def answers(self) -> Mapping[Hashable, Answer]:
-    """The answers by their keys."""
-    return self.lines.records
-
-  def add(self, answers: Sequence[Answer]) -> None:
-    """Appends answers; see `LineFile.add`."""
-    self.lines.add(answers)
+    """Reads the existing answers; errors are those of `LineFile`."""
+    self.folder = folder
+    super().__init__(folder / "samples.jsonl", settings, Answer, "answer")
 
 
 def digest(model: pathlib.Path) -> str:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, PyTree
+from jaxtyping import Array, Bool, Float, PyTree
 
 import kvjax
 from kvjax.activations import Activations
@@ -17,6 +17,7 @@ from kvjax.cache.cache import Cache
 from kvjax.cache.sparse import SparseLayer
 from kvjax.engine.forward import hidden_states
 from kvjax.errors import InputError
+from kvjax.kernels.select import slots_to_mask
 from kvjax.model import Model
 from kvjax.retrieval import Flat
 
@@ -55,13 +56,6 @@ def measure(
   steps: int,
 ) -> tuple[list[list[Quality | None]], list[float]]:
   """Decodes greedily with the full cache and compares retrieval with it.
-
-  Args:
-    model: the model.
-    params: its weights.
-    prompts: the prompts.
-    plans: retrieval plans.
-    steps: tokens to decode.
 
   Returns:
     The quality for every plan and layer, None for layers without an index; and
@@ -181,14 +175,8 @@ def _retrieved(
     layer.index, activations.queries[:, :, 0], activations.positions[:, 0]
   )
   slots = result.visible_slots
-  batch, kv_heads = slots.shape[:2]
-  capacity = layer.stored.capacity
-
-  def mark(slots: Int[Array, " M"]) -> Bool[Array, " F"]:
-    place = jnp.where(slots >= 0, slots, capacity)
-    return jnp.zeros(capacity + 1, bool).at[place].set(True)[:capacity]
-
-  return jax.vmap(jax.vmap(mark))(slots.reshape(batch, kv_heads, -1))
+  listed = slots.reshape(*slots.shape[:2], -1)
+  return slots_to_mask(listed, layer.stored.capacity)
 
 
 def _cosine(

@@ -54,19 +54,10 @@ class Run(NamedTuple):
     )
 
 
-def answer(
-  lm: Pretrained,
-  devices: int,
-  chosen: Sequence[Candidate],
-  samples: results.Samples,
-  settings: results.Settings,
-  folder: pathlib.Path,
-  batch: int,
-  began: float,
-) -> Run:
-  """Generates the answers that the folder lacks, and summarizes all.
+class Job(NamedTuple):
+  """What a run answers.
 
-  Args:
+  Attributes:
     lm: the model.
     devices: number of its devices.
     chosen: methods and budgets.
@@ -74,12 +65,29 @@ def answer(
     settings: the settings that the answers share.
     folder: folder of the run.
     batch: contexts per prefill.
+  """
+
+  lm: Pretrained
+  devices: int
+  chosen: Sequence[Candidate]
+  samples: results.Samples
+  settings: results.Settings
+  folder: pathlib.Path
+  batch: int
+
+
+def answer(job: Job, began: float) -> Run:
+  """Generates the answers that the folder lacks, and summarizes all.
+
+  Args:
+    job: what is answered.
     began: start of the program, by `time.monotonic`.
 
   Raises:
     InputError: hosts have other files, or see `Results`, `Processes` and
-      `comparison.compare`.
+      `comparison.pending`.
   """
+  lm, devices, chosen, samples, settings, folder, batch = job
   wanted = comparison.wanted(chosen, samples)
   comparison.check_hosts(settings, wanted)
   store = results.Results(folder, settings)
@@ -98,7 +106,7 @@ def answer(
     )
 
   doing = "compiling" if new else "nothing is new"
-  logging.info("%s has %d answers already", folder, len(store.answers))
+  logging.info("%s has %d answers already", folder, len(store.records))
   if new:
     expected = forecast.estimate_of(lm, work)
     if multihost.is_first():
@@ -118,21 +126,15 @@ def answer(
     **processes.summary(current, answered=new > 0),
     "rows": summaries.summarize(_sort_answers(store, wanted), first_from_full),
   }
-  answers = [store.answers[key] for key in dict.fromkeys(wanted)]
+  answers = [store.records[key] for key in dict.fromkeys(wanted)]
   if not first_from_full:
     answers = summaries.with_same_first_token(answers)
   return Run(summary, answers, new, len(wanted) - new, current.seconds)
 
 
-def foresee(
-  lm: Pretrained,
-  chosen: Sequence[Candidate],
-  samples: results.Samples,
-  settings: results.Settings,
-  folder: pathlib.Path,
-  batch: int,
-) -> forecast.Forecast:
-  """Says what `answer` would cost, and writes nothing; see there."""
+def foresee(job: Job) -> forecast.Forecast:
+  """Says what `answer` would cost, and writes nothing."""
+  lm, _, chosen, samples, settings, folder, batch = job
   comparison.check_hosts(settings, comparison.wanted(chosen, samples))
   store = results.Results(folder, settings)
   with progress_bar(None, transient=True):
@@ -171,7 +173,7 @@ def _sort_answers(
   return sorted(
     (
       answer
-      for answer in store.answers.values()
+      for answer in store.records.values()
       if answer.key in rank or not answer.budget.startswith(AUTO)
     ),
     key=lambda answer: rank.get(answer.key, len(rank)),

@@ -47,9 +47,7 @@ class SharedLines[Record: Line]:
     self.records |= {each.key: each for each in records}
 
   def share[Item](
-    self,
-    items: Sequence[Item],
-    work: Callable[[Item], Iterator[list[Record]]],
+    self, items: Sequence[Item], work: Callable[[Item], Iterator[list[Record]]]
   ) -> Iterator[list[Record]]:
     """Yields the records of all items on all hosts; see `multihost.share`."""
     return multihost.share(items, work, self._encode, self._decode)

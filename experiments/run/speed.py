@@ -25,8 +25,9 @@ _TOKENS = 32
 _TURNS = 10
 
 
-class Timed(NamedTuple):
-  """What a time is of.
+@dataclasses.dataclass(frozen=True)
+class Speed(Line):
+  """The time that a method and budget takes for one prompt, alone.
 
   Attributes:
     device: see `environment.device`.
@@ -34,25 +35,6 @@ class Timed(NamedTuple):
     method: name of the method.
     options: the method with all its hyperparameters.
     budget: the budget in words.
-  """
-
-  device: str
-  length: int
-  method: str
-  options: str
-  budget: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Speed(Line):
-  """The time that a method and budget takes for one prompt, alone.
-
-  Attributes:
-    device: see `Timed`, as for the next four.
-    length: see there.
-    method: see there.
-    options: see there.
-    budget: see there.
     rounds: measurements, of which the other fields are medians.
     prefill_seconds: from the prompt to its compressed cache.
     token_seconds: of a decoded token, with its share of an eviction.
@@ -68,11 +50,9 @@ class Speed(Line):
   token_seconds: float
 
   @property
-  def key(self) -> Timed:
+  def key(self) -> tuple[str, int, str, str, str]:
     """What the time is of."""
-    return Timed(
-      self.device, self.length, self.method, self.options, self.budget
-    )
+    return self.device, self.length, self.method, self.options, self.budget
 
 
 class Speeds:
@@ -142,7 +122,7 @@ class Speeds:
 
     def seconds(row: dict[str, Any]) -> dict[str, float]:
       names = ("length", "method", "options", "budget")
-      key = Timed(self._device, *(row[name] for name in names))
+      key = (self._device, *(row[name] for name in names))
       speed = self._file.records.get(key)
       if speed is None:
         return {}
@@ -153,14 +133,11 @@ class Speeds:
 
     return [row | seconds(row) for row in rows]
 
-  def _key(self, length: int, candidate: Candidate) -> Timed:
-    return Timed(
-      self._device,
-      length,
-      candidate.method,
-      candidate.options,
-      candidate.budget,
-    )
+  def _key(
+    self, length: int, candidate: Candidate
+  ) -> tuple[str, int, str, str, str]:
+    method, options = candidate.method, candidate.options
+    return self._device, length, method, options, candidate.budget
 
   def _rounds(self, length: int, candidate: Candidate) -> int:
     """Rounds that a candidate was timed in; 0 for none."""

@@ -78,12 +78,7 @@ def with_same_first_token(answers: Sequence[Answer]) -> list[Answer]:
 def at_retention_one(
   rows: Sequence[dict[str, Any]], methods: Sequence[str]
 ) -> list[dict[str, Any]]:
-  """Copies the full cache's rows for methods that equal it at retention 1.
-
-  Args:
-    rows: rows of `summarize`.
-    methods: names for the copies.
-  """
+  """Copies the full cache's rows for methods that equal it at retention 1."""
   full = [row for row in rows if row["method"] == FULL]
   return [row | {"method": method} for method in methods for row in full]
 

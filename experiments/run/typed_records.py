@@ -12,10 +12,6 @@ _LARGEST = 2**63
 def make[Record](kind: type[Record], fields: Any) -> Record:
   """Makes a record of a file's fields; others are passed over.
 
-  Args:
-    kind: a dataclass.
-    fields: what `json.loads` returns.
-
   Raises:
     ValueError: it is no object, or a field is of another type than the
       dataclass says, or is missing and has no default; the error's text says

@@ -49,10 +49,7 @@ class TooFewWordsError(InputError):
 
 
 def sample(
-  rng: random.Random,
-  length: int,
-  count: fitting.Count,
-  pool: Sequence[str],
+  rng: random.Random, length: int, count: fitting.Count, pool: Sequence[str]
 ) -> Sample:
   """Draws a list of words of which ten are common, after a solved example.
 
@@ -81,12 +78,14 @@ def sample(
     )
     return f"{example}{INTRO}{chosen}\n"
 
-  number = fitting.most_units_of_prompt(
+  drawn_sample, number = fitting.fitted(
+    NAME,
     context,
+    (QUESTION, ANSWER_PREFIX),
+    tuple(drawn[:_COMMON]),
+    MAX_NEW_TOKENS,
     length,
     count,
-    after=(QUESTION, ANSWER_PREFIX),
-    max_new_tokens=MAX_NEW_TOKENS,
     least=_LEAST_WORDS,
     most=len(pool),
   )
@@ -95,15 +94,7 @@ def sample(
       f"The task {NAME} needs more than {len(pool)} words to fill {length} "
       "tokens; give a longer list by --words=FILE."
     )
-  return Sample(
-    context=context(number),
-    question=QUESTION,
-    answer_prefix=ANSWER_PREFIX,
-    answers=tuple(drawn[:_COMMON]),
-    task=NAME,
-    max_new_tokens=MAX_NEW_TOKENS,
-    metadata={"length": length},
-  )
+  return drawn_sample
 
 
 def _example(
@@ -121,10 +112,7 @@ def _example(
 
 
 def _listing(
-  rng: random.Random,
-  drawn: Sequence[str],
-  common_times: int,
-  other_times: int,
+  rng: random.Random, drawn: Sequence[str], common_times: int, other_times: int
 ) -> str:
   """Shuffles the common first ten words with the uncommon others."""
   listed = [*drawn[:_COMMON]] * common_times

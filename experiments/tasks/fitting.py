@@ -4,9 +4,11 @@ import bisect
 import itertools
 import random
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from kvjax.errors import InputError
 from kvjax.experiments.tasks import prose
+from kvjax.experiments.tasks.sample import Sample
 
 Count = Callable[[str], int]
 
@@ -105,31 +107,52 @@ def most_units(
   return low
 
 
-def most_units_of_prompt(
+def fitted(
+  task: str,
   context: Callable[[int], str],
+  after: tuple[str, str],
+  answers: tuple[str, ...],
+  max_new_tokens: int,
   length: int,
   count: Count,
   *,
-  after: tuple[str, str],
-  max_new_tokens: int,
   least: int = 1,
   most: int | None = None,
-) -> int:
-  """Finds the largest context that fits with question and answer.
+  **about: Any,
+) -> tuple[Sample, int]:
+  """Makes the sample with the largest context that fits; returns its units.
 
   Args:
+    task: name of the task.
     context: returns the text of a number of units.
+    after: question and answer prefix.
+    answers: references.
+    max_new_tokens: maximum tokens of the answer.
     length: maximum tokens of context, question, prefix and answer.
     count: counts the tokens of a text, without special tokens.
-    after: question and answer prefix.
-    max_new_tokens: maximum tokens of the answer.
     least: minimum number of units.
     most: number of available units.
+    **about: other fields of the sample.
 
   Raises:
     TooShortError: even the minimum number of units does not fit.
   """
   rest = sum(map(count, after)) + max_new_tokens
-  return most_units(
-    lambda units: count(context(units)) + rest, length, least=least, most=most
+  units = most_units(
+    lambda n: count(context(n)) + rest, length, least=least, most=most
   )
+  about["metadata"] = {"length": length, **about.get("metadata", {})}
+  sample = Sample(
+    context(units), *after, answers, task, max_new_tokens, **about
+  )
+  return sample, units
+
+
+def distinct(
+  draw: Callable[[], str], number: int, known: Sequence[str] = ()
+) -> list[str]:
+  """Draws until there are so many distinct texts, those known included."""
+  found = dict.fromkeys(known)
+  while len(found) < number:
+    found[draw()] = None
+  return list(found)

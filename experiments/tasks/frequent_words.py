@@ -67,29 +67,22 @@ def sample(rng: random.Random, length: int, count: fitting.Count) -> Sample:
     random.Random(seed).shuffle(listed)
     return f"{INTRO}{' '.join(listed)}\n"
 
-  words = fitting.most_units_of_prompt(
+  return fitting.fitted(
+    NAME,
     context,
+    (QUESTION, ANSWER_PREFIX),
+    tuple(vocabulary[1 : _ANSWERS + 1]),
+    MAX_NEW_TOKENS,
     length,
     count,
-    after=(QUESTION, ANSWER_PREFIX),
-    max_new_tokens=MAX_NEW_TOKENS,
     least=_LEAST_WORDS,
-  )
-  return Sample(
-    context=context(words),
-    question=QUESTION,
-    answer_prefix=ANSWER_PREFIX,
-    answers=tuple(vocabulary[1 : _ANSWERS + 1]),
-    task=NAME,
-    max_new_tokens=MAX_NEW_TOKENS,
-    metadata={"length": length},
-  )
+  )[0]
 
 
 def _vocabulary(rng: random.Random, number: int) -> list[str]:
   """Draws dots and distinct random words, `number` in total."""
-  distinct: dict[str, None] = {DOTS: None}
-  while len(distinct) < number:
-    letters = rng.choices(string.ascii_lowercase, k=_LETTERS)
-    distinct["".join(letters)] = None
-  return list(distinct)
+  return fitting.distinct(
+    lambda: "".join(rng.choices(string.ascii_lowercase, k=_LETTERS)),
+    number,
+    [DOTS],
+  )

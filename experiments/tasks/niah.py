@@ -175,11 +175,15 @@ def conversation(
 
 def _pairs(task: NeedleTask, rng: random.Random) -> tuple[list[str], _Pairs]:
   """Draws keys; returns them, and shuffled pairs with their values."""
-  keys = _distinct(rng, task.keys, task.key_count, task.words)
+
+  def distinct(kind: Kind, number: int) -> list[str]:
+    return fitting.distinct(lambda: draw(rng, kind, task.words), number)
+
+  keys = distinct(task.keys, task.key_count)
   pairs = [
     (key, value)
     for key in keys
-    for value in _distinct(rng, task.values, task.values_per_key, task.words)
+    for value in distinct(task.values, task.values_per_key)
   ]
   rng.shuffle(pairs)
   return keys, pairs
@@ -232,15 +236,6 @@ def _samples(
     )
     for keys, (before, after) in zip(key_groups, turns, strict=True)
   )
-
-
-def _distinct(
-  rng: random.Random, kind: Kind, number: int, words: KeyWords
-) -> list[str]:
-  distinct: dict[str, None] = {}
-  while len(distinct) < number:
-    distinct[draw(rng, kind, words)] = None
-  return list(distinct)
 
 
 def _needle(task: NeedleTask, key: str, value: str) -> str:

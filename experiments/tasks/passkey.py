@@ -62,24 +62,18 @@ def passkey(
     sentences.insert(before, NEEDLE.format(key=key))
     return f"{INTRO}{' '.join(sentences)}{end}"
 
-  words = fitting.most_units_of_prompt(
+  return fitting.fitted(
+    "passkey",
     context,
+    (question, prefix),
+    (key,),
+    max_new_tokens,
     length,
     count,
-    after=(question, prefix),
-    max_new_tokens=max_new_tokens,
-  )
-  return Sample(
-    context=context(words),
-    question=question,
-    answer_prefix=prefix,
-    answers=(key,),
-    task="passkey",
-    max_new_tokens=max_new_tokens,
     # Samples are averaged by depth, so a random depth is not recorded.
-    metadata={"length": length, "depth": depth, "haystack": "essay"},
+    metadata={"depth": depth, "haystack": "essay"},
     metric="passkey",
-  )
+  )[0]
 
 
 def length_of_words(

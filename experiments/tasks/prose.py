@@ -24,18 +24,9 @@ Essay = Part | Sequence[str]
 # of the prose for training.
 HELDOUT: frozenset[str] = frozenset(
   {
-    "assert",
-    "assignment",
-    "atom-identifiers",
-    "attribute-access",
-    "calls",
-    "context-managers",
-    "execmodel",
-    "exceptions",
-    "global",
-    "import",
-    "numeric-types",
-    "string-methods",
+    *("assert", "assignment", "atom-identifiers", "attribute-access"),
+    *("calls", "context-managers", "execmodel", "exceptions", "global"),
+    *("import", "numeric-types", "string-methods"),
   }
 )
 

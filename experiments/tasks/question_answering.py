@@ -91,25 +91,20 @@ def sample(
     ]
     return CONTEXT.format(documents="\n\n".join(texts))
 
-  documents = fitting.most_units_of_prompt(
+  sample, documents = fitting.fitted(
+    name,
     context,
+    (prompt_question, ANSWER_PREFIX),
+    question.answers,
+    MAX_NEW_TOKENS,
     length,
     count,
-    after=(prompt_question, ANSWER_PREFIX),
-    max_new_tokens=MAX_NEW_TOKENS,
     least=len(question.documents),
     most=len(chosen),
-  )
-  return Sample(
-    context=context(documents),
-    question=prompt_question,
-    answer_prefix=ANSWER_PREFIX,
-    answers=question.answers,
-    task=name,
-    max_new_tokens=MAX_NEW_TOKENS,
-    metadata={"length": length, "documents": documents},
     metric="string_match_part",
   )
+  metadata = {**sample.metadata, "documents": documents}
+  return dataclasses.replace(sample, metadata=metadata)
 
 
 def _in_order_of_choice(

@@ -13,10 +13,7 @@ from kvjax.registry.naming import suggest
 # RULER's needle tasks in prose: one needle, four keys, four values, four
 # questions at once.
 DEFAULT = (
-  "niah_single_2",
-  "niah_multikey_1",
-  "niah_multivalue",
-  "niah_multiquery",
+  *("niah_single_2", "niah_multikey_1", "niah_multivalue", "niah_multiquery"),
 )
 PASSKEY = "passkey"
 # Tokens of an answer beside what it lists. Lengths are multiples, as samples
@@ -27,10 +24,6 @@ TASKS = (*niah.TASKS, PASSKEY)
 
 def check_tasks(names: Sequence[str], tasks: Sequence[str] = TASKS) -> None:
   """Rejects names that are not tasks.
-
-  Args:
-    names: requested tasks.
-    tasks: available tasks.
 
   Raises:
     InputError: a name is not in `tasks`, or there are no names.

@@ -58,23 +58,17 @@ def sample(rng: random.Random, length: int, count: fitting.Count) -> Sample:
   def context(blocks: int) -> str:
     return f"{example}\n{INTRO}{spread(blocks)}\n"
 
-  blocks = fitting.most_units_of_prompt(
+  return fitting.fitted(
+    NAME,
     context,
+    (question, prefix),
+    tuple(names),
+    MAX_NEW_TOKENS,
     length,
     count,
-    after=(question, prefix),
-    max_new_tokens=MAX_NEW_TOKENS,
     least=_VARIABLES,
-  )
-  return Sample(
-    context=context(blocks),
-    question=question,
-    answer_prefix=prefix,
-    answers=tuple(names),
-    task=NAME,
-    max_new_tokens=MAX_NEW_TOKENS,
-    metadata={"length": length, "haystack": "noise"},
-  )
+    metadata={"haystack": "noise"},
+  )[0]
 
 
 def _example(rng: random.Random, value: str, count: fitting.Count) -> str:
@@ -97,10 +91,9 @@ def _example(rng: random.Random, value: str, count: fitting.Count) -> str:
 
 def _names(rng: random.Random, letters: int) -> list[str]:
   """Draws distinct random names."""
-  distinct: dict[str, None] = {}
-  while len(distinct) < _VARIABLES:
-    distinct["".join(rng.choices(string.ascii_uppercase, k=letters))] = None
-  return list(distinct)
+  return fitting.distinct(
+    lambda: "".join(rng.choices(string.ascii_uppercase, k=letters)), _VARIABLES
+  )
 
 
 def _spread(

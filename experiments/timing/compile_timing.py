@@ -45,11 +45,7 @@ HEADING = ("program", "layers", "first call", "later call", "compiling")
 
 
 def table(timed: Sequence[Timed]) -> Table:
-  """Builds the table, with a column that compares depths if there are more.
-
-  Args:
-    timed: the programs, by ascending depth.
-  """
+  """Builds the table, with a column that compares depths if there are more."""
   smallest = {one.name: one for one in reversed(timed)}
   lines = []
   for one in timed:

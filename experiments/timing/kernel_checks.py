@@ -33,10 +33,6 @@ def check(spec: Spec, seed: int) -> Checked:
   """Runs a spec by its kernel and by XLA, and compares all outputs.
 
   Integers, such as slots, must be equal, and other numbers nearly.
-
-  Args:
-    spec: the operation and its shapes.
-    seed: seed of the operands.
   """
   operands = jax.jit(spec.arrays)(jax.random.key(seed))
   wanted = kernel_timing.results(kernel_timing.by(spec, XLA), operands)

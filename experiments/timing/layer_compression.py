@@ -12,11 +12,7 @@ import kvjax
 from kvjax.activations import Activations
 from kvjax.engine.building import CacheBuilder
 from kvjax.engine.compress import Evaluation, evaluate_layer
-from kvjax.engine.evaluate import (
-  evaluate_all,
-  find_evaluated,
-  list_evaluations,
-)
+from kvjax.engine.evaluate import evaluate_all, find_evaluated, list_evaluations
 from kvjax.engine.prepared import prepare
 from kvjax.errors import InputError
 from kvjax.kernels.prompt_attention.api import prompt_attention
@@ -26,10 +22,6 @@ from kvjax.testing import TinyModel
 
 def check(name: str, plan: kvjax.Plan) -> None:
   """Rejects plans that one layer, drawn at random, cannot compress.
-
-  Args:
-    name: name of the method.
-    plan: the plan.
 
   Raises:
     InputError: it keeps all keys, waits for other layers, or reads what only a

@@ -12,14 +12,8 @@ from kvjax.models.language_model import DecoderModel, from_decoder
 from kvjax.models.pretrained import Pretrained
 
 
-def random_llama(
-  **sizes: Any,
-) -> tuple[DecoderConfig, DecoderModel, nnx.State]:
-  """Creates a Llama in float32.
-
-  Args:
-    **sizes: fields of its config.json.
-  """
+def random_llama(**sizes: Any) -> tuple[DecoderConfig, DecoderModel, nnx.State]:
+  """Creates a Llama in float32."""
   config = DecoderConfig.from_hf(
     dict(
       model_type="llama",

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from kvjax.experiments.report import wording
@@ -139,7 +138,6 @@ def _exponent(slope: float) -> str:
 def picture(results: Sequence[Scaled]) -> Figure:
   """Draws time and temporary memory against length, on logarithmic axes."""
   figure = Figure(figsize=_SIZE, layout="constrained")
-  FigureCanvasAgg(figure)
   axes = figure.subplots(1, 2)
   # Color-blind safe colors alternate with markers and dashes.
   markers, dashes = "osD^vPX*", ("-", "--", ":")

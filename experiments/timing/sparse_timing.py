@@ -127,13 +127,7 @@ def measure(
     for name in names:
       seconds[name].append(attend(name, turn))
   return Copies(2 * kernel_timing.COPIED, copied), [
-    Attended(
-      name,
-      sizes[name],
-      reads[name],
-      seconds[name],
-      indexing[name],
-    )
+    Attended(name, sizes[name], reads[name], seconds[name], indexing[name])
     for name in names
   ]
 

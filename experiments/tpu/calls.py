@@ -215,12 +215,7 @@ class _Buffer(NamedTuple):
 
 
 def _buffers(calls: Calls, numbers: Sequence[int]) -> Iterator[_Buffer]:
-  """Yields all memory that outlives a program.
-
-  Args:
-    calls: the programs.
-    numbers: the stretch of each call.
-  """
+  """Yields all memory that outlives a program."""
   last = max(numbers)
   owner = {variable: variable for variable in calls.given}
   start, end = dict.fromkeys(owner, 0), dict.fromkeys(owner, last)

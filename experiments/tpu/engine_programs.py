@@ -63,45 +63,34 @@ class Use:
     return kvjax.Decoding(max_new_tokens=self.answer)
 
 
-COMPACTOR = Use(
-  "compactor",
-  "25 % of 32,768 tokens",
-  kvjax.get_plan("compactor", kvjax.Retention(0.25)),
-  32_768,
+def _use(
+  name: str,
+  shapes: str,
+  share: float = 0.25,
+  tokens: int = 32_768,
+  model: Published = LLAMA,
+  **options: Any,
+) -> Use:
+  plan = kvjax.get_plan(name, kvjax.Retention(share), **options)
+  return Use(name, shapes, plan, tokens, model)
+
+
+_QUARTER = "25 % of 32,768 tokens"
+COMPACTOR = _use("compactor", _QUARTER)
+KEYDIFF = _use(
+  "keydiff", f"{_QUARTER}, in blocks of 512", schedule=kvjax.Schedule(block=512)
 )
-KEYDIFF = Use(
-  "keydiff",
-  "25 % of 32,768 tokens, in blocks of 512",
-  kvjax.get_plan("keydiff", kvjax.Retention(0.25), kvjax.Schedule(block=512)),
-  32_768,
-)
-KEYDIFF_IN_INT8 = Use(
-  "keydiff",
-  "25 % of 32,768 tokens, in int8",
-  kvjax.get_plan("keydiff", kvjax.Retention(0.25), kv_dtype="int8"),
-  32_768,
-)
+KEYDIFF_IN_INT8 = _use("keydiff", f"{_QUARTER}, in int8", kv_dtype="int8")
 # Heads with different numbers of tokens: a paged cache.
-ADAKV_IN_INT8 = Use(
-  "ada/snapkv",
-  "25 % of 32,768 tokens, in int8",
-  kvjax.get_plan("ada/snapkv", kvjax.Retention(0.25), kv_dtype="int8"),
-  32_768,
-)
-CTKVR = Use(
-  "ctkvr.512:offload=true",
-  "65,536 tokens",
-  kvjax.get_plan("ctkvr.512:offload=true", kvjax.Retention(1.0)),
-  65_536,
-)
+ADAKV_IN_INT8 = _use("ada/snapkv", f"{_QUARTER}, in int8", kv_dtype="int8")
+CTKVR = _use("ctkvr.512:offload=true", "65,536 tokens", 1.0, 65_536)
 # Most of their layers are rings of a window, which no method compresses.
 HYBRIDS = tuple(
-  Use(
+  _use(
     "keydiff",
     f"25 % of 131,072 tokens, {model.name}",
-    kvjax.get_plan("keydiff", kvjax.Retention(0.25)),
-    131_072 - _ANSWER,
-    model,
+    tokens=131_072 - _ANSWER,
+    model=model,
   )
   for model in (GEMMA, GPT_OSS)
 )

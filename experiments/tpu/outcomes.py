@@ -27,7 +27,6 @@ def finish(
     sys.exit(1)
   if output is not None:
     text = tables.to_markdown(outcomes, COMMAND, versions)
-    output.parent.mkdir(parents=True, exist_ok=True)
     outputs.write_text(output, text)
 
 

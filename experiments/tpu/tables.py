@@ -1,6 +1,7 @@
 """Compilation results as tables for terminals and Markdown."""
 
 import itertools
+import pathlib
 from collections.abc import Mapping, Sequence
 
 import rich.box
@@ -14,17 +15,8 @@ from kvjax.experiments.tpu.programs import Outcome
 from kvjax.experiments.tpu.published import LLAMA
 
 _HEAD = (
-  "program",
-  "VMEM",
-  "temporary",
-  "arguments",
-  "host",
-  "overlap",
-  "HBM %",
-  "moved",
-  "ideal",
-  "× ideal",
-  "at best µs",
+  *("program", "VMEM", "temporary", "arguments", "host", "overlap", "HBM %"),
+  *("moved", "ideal", "× ideal", "at best µs"),
 )
 # The columns that fit on a terminal.
 _SHORT = {
@@ -43,40 +35,7 @@ MiB per device. The model is {LLAMA.name}, if no other is named, in bfloat16
 with one prompt, all devices along the mesh axis "model"; a kernel runs on one
 device."""
 
-_LEGEND = f"""\
-{_MEANING}
-
-- VMEM: the largest VMEM size of one kernel.
-- temporary: intermediate results and the program itself, in HBM. Keys and
-  values in heads of 64 first change their layout if they come from outside. On
-  tpu7x there is a second copy of the MLP weights and the output projection: the
-  matrix products need bfloat16 in tiles of (16, 128), arguments arrive in XLA's
-  tiles of (8, 128), and XLA converts them once before the loop, whatever layout
-  is requested. A prefill of whole prompts calls one program per layer and some
-  more per plan, each compiled once. Its number here is the maximum that these
-  programs leave for one another, two layers at a time, plus the intermediate
-  results of the largest program.
-- arguments: weights, tokens and caches in HBM; host: the part of these, and of
-  results, in the host's memory.
-- overlap: fusions and kernels, of all layers, that the device runs while the
-  host ranks keys by a token's queries and attends to the best of them; XLA's
-  scheduler for the chip decides.
-- HBM %: arguments, temporary and new results, as a share of the device's HBM.
-- moved: bytes that instructions and kernels read from HBM and write to it; for
-  decoding, per token, without the work before the first token. Loops count as
-  often as they run, loops with a data-dependent end once. Blocks that a kernel
-  selects by data, and its own copies, count by its cost estimate; without one,
-  as if all were different and complete.
-- ideal: the bytes that must move. For a kernel, its `specs.py` counts them. A
-  token reads every weight and every slot once, but only one row of the
-  embedding. Attention of whole prompts, and its mass, read keys once per tile
-  of queries: they are compute-bound. `sparse_decode` copies words, which are
-  two rows of bfloat16 or four of int8. Of experts, a token needs the few that
-  it is sent to, but XLA's program for groups of rows (`ragged_dot`) reads them
-  all, on some chips several times; of a layer with a window, it needs the ring.
-- at best µs: the ideal at the full bandwidth of HBM. `sparse_decode` takes
-  longer to start its copies: see [Performance](performance.md).
-"""
+_LEGEND = pathlib.Path(__file__).with_name("legend.md").read_text("utf-8")
 
 
 def to_markdown(
@@ -89,7 +48,7 @@ def to_markdown(
     "compiles without a TPU, by libtpu, and writes this page: "
     + ", ".join(f"{name} {version}" for name, version in versions.items())
     + ".\n",
-    _LEGEND,
+    f"{_MEANING}\n\n{_LEGEND}",
   ]
   for chip, group in _by_chip(outcomes):
     table = formats.grid(_HEAD, map(_cells, group))
@@ -131,9 +90,7 @@ def title(outcome: Outcome) -> str:
   return f"{kind}{program.name}, {program.shapes}"
 
 
-def _by_chip(
-  outcomes: Sequence[Outcome],
-) -> list[tuple[Chip, list[Outcome]]]:
+def _by_chip(outcomes: Sequence[Outcome]) -> list[tuple[Chip, list[Outcome]]]:
   groups = itertools.groupby(outcomes, key=lambda outcome: outcome.chip)
   return [(chip, list(group)) for chip, group in groups]
 

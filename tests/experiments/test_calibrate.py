@@ -7,6 +7,7 @@ import shlex
 import matplotlib.image
 import numpy as np
 import pytest
+from comparing import compare
 
 import kvjax
 from kvjax.calibration.curve import least_retention
@@ -87,8 +88,8 @@ def test_an_automatic_answer_is_that_at_the_retention_it_reaches(
   fixed = kvjax.Retention(min(shares))
   chosen = candidates(["keydiff"], [auto, fixed])[1:]
   results = Results(tmp_path / "answers", SETTINGS)
-  comparison.compare(tiny, chosen, PAIR, results, 2, lambda task, new: None)
-  found = {(a.sample, a.budget): a for a in results.answers.values()}
+  compare(tiny, chosen, PAIR, results, 2, lambda task, new: None)
+  found = {(a.sample, a.budget): a for a in results.records.values()}
   for number, share in enumerate(shares):
     own = found[number, "auto at 0.9"]
     assert own.retention == pytest.approx(share, rel=1e-3)
@@ -280,7 +281,7 @@ def test_a_cut_line_is_measured_again_and_nothing_else(
 def test_a_dry_run_counts_what_is_then_measured(tiny, tmp_path, capsys, caplog):
   chosen = candidates(METHODS, [kvjax.Retention(0.5)])[1:]
   store = Measurements(tmp_path / "t", SETTINGS, Measurement, "measurement")
-  work = measuring.pending(tiny, chosen, SAMPLES, store, 2)
+  work = comparison.pending(tiny, chosen, SAMPLES, store, 2, apart=True)
   found = dry_run.foresee(tiny, [work])
   assert not list(tmp_path.iterdir())
   assert found.contexts == 3
@@ -294,12 +295,12 @@ def test_a_dry_run_counts_what_is_then_measured(tiny, tmp_path, capsys, caplog):
       tiny, chosen, SAMPLES, store, 2, lambda task, new: None
     )
   for one in work.batches:
-    size = f"{len(one.questions)} contexts of up to {one.shape.context} tokens"
+    size = f"{len(one[1])} contexts of up to {one[0].context} tokens"
     assert f"Measured {size} with 2 caches in" in caplog.text
   assert found.measurements == len(made)
   assert found.tokens == sum(one.context_tokens for one in made) / len(chosen)
   assert "3 contexts of" in str(found)
-  left = measuring.pending(tiny, chosen, SAMPLES, store, 2)
+  left = comparison.pending(tiny, chosen, SAMPLES, store, 2, apart=True)
   nothing = dry_run.foresee(tiny, [left])
   dry_run.announce(tiny, [left])
   assert not capsys.readouterr().err

@@ -112,10 +112,7 @@ def test_all_methods_whose_heads_keep_as_many_may_come_first(parsed):
   ],
 )
 def test_decoding_needs_every_and_no_blocks(parsed, given, said):
-  with (
-    flagsaver.as_parsed(**given),
-    pytest.raises(InputError, match=said),
-  ):
+  with flagsaver.as_parsed(**given), pytest.raises(InputError, match=said):
     method_inputs.check_flags()
 
 

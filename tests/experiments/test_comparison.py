@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
+from comparing import compare
 
 import kvjax
 from kvjax import models
@@ -82,7 +83,7 @@ def counted(monkeypatch):
 def compared(lm, folder, on_answers=lambda task, new: None, **changes):
   arguments = {"chosen": CHOSEN, "samples": SAMPLES, "batch": 2} | changes
   results = Results(folder, SETTINGS)
-  comparison.compare(
+  compare(
     lm,
     arguments["chosen"],
     arguments["samples"],
@@ -104,19 +105,19 @@ def whole(tiny, tmp_path_factory):
 
 @pytest.mark.slow
 def test_every_candidate_answers_every_sample(whole):
-  assert set(whole.answers) == set(comparison.wanted(CHOSEN, SAMPLES))
-  assert len(whole.answers) == 6 * len(CHOSEN)
+  assert set(whole.records) == set(comparison.wanted(CHOSEN, SAMPLES))
+  assert len(whole.records) == 6 * len(CHOSEN)
 
 
 def test_kept_tokens_are_those_of_the_cache(whole):
-  for answer in whole.answers.values():
+  for answer in whole.records.values():
     whole_length = answer.context_tokens
     half = -(-whole_length // 2)
     expected = {"full": whole_length, NAMES[-1]: (whole_length + half) / 2}
     assert answer.kept_tokens == expected.get(answer.method, half)
     assert answer.retention == (1.0 if answer.method == "full" else 0.5)
-  full = max(a.cache_bytes for a in whole.answers.values())
-  half = min(a.cache_bytes for a in whole.answers.values())
+  full = max(a.cache_bytes for a in whole.records.values())
+  half = min(a.cache_bytes for a in whole.records.values())
   assert 0.45 < half / full < 0.55
 
 
@@ -150,7 +151,7 @@ def test_a_sweep_answers_as_each_of_its_methods_does_alone(
   def asked(folder, chosen):
     return compared(
       tiny, tmp_path / folder, chosen=chosen, samples={part: [sample]}
-    ).answers
+    ).records
 
   together = asked("sweep", swept)
   alone = {}
@@ -159,8 +160,8 @@ def test_a_sweep_answers_as_each_of_its_methods_does_alone(
   assert len(together) == 5
   for key, answer in alone.items():
     assert_same(together[key], answer)
-  (first,) = (a for a in together.values() if a.key in whole.answers)
-  among = whole.answers[first.key]
+  (first,) = (a for a in together.values() if a.key in whole.records)
+  among = whole.records[first.key]
   assert_same(dataclasses.replace(among, cache_bytes=first.cache_bytes), first)
 
   prompt = prompting.Prompt.of_sample(tiny.tokenizer, sample)
@@ -203,7 +204,7 @@ def test_a_stopped_run_goes_on_where_it_stopped(tiny, tmp_path, whole, counted):
   results = compared(tiny, tmp_path, lambda task, new: told.append(new))
   # The second batch, which has both tasks, again for its other groups.
   assert told == [2, 2, 6, 1, 1, 1, 3, 3, 2, 2, 6]
-  assert results.answers == whole.answers
+  assert results.records == whole.records
   lines = (tmp_path / "samples.jsonl").read_bytes().splitlines()
   expected = (whole.folder / "samples.jsonl").read_bytes().splitlines()
   assert lines == expected
@@ -244,7 +245,7 @@ def test_answers_of_other_lengths_have_batches_of_their_own(
   samples = {part: drawn[:1], other: longer[:1]}
   results = compared(tiny, tmp_path, chosen=CHOSEN[:1], samples=samples)
   assert counted["sweep"] == 2
-  most = {key.part: each.answer_tokens for key, each in results.answers.items()}
+  most = {key.part: each.answer_tokens for key, each in results.records.items()}
   assert most[part] <= drawn[0].max_new_tokens < 9
   assert drawn[0].max_new_tokens < most[other] <= 9
 
@@ -275,9 +276,9 @@ def test_a_mesh_changes_no_answer(tiny_directory, tmp_path, whole):
   with jax.set_mesh(mesh):
     sharded = models.load(tiny_directory, "float32", mesh)
     results = compared(sharded, tmp_path, chosen=CHOSEN[:2])
-  assert len(results.answers) == 12
-  for key, answer in results.answers.items():
-    assert_same(answer, whole.answers[key])
+  assert len(results.records) == 12
+  for key, answer in results.records.items():
+    assert_same(answer, whole.records[key])
 
 
 @pytest.mark.slow
@@ -292,7 +293,7 @@ def test_a_question_may_be_prefilled_too(tiny, tmp_path):
     samples=samples,
     batch=1,
     protocol="query-aware",
-  ).answers
+  ).records
   decoding = kvjax.Decoding(5, tiny.tokenizer.eos_ids)
   for sample in samples[Part("one", 128)]:
     prompt = prompting.Prompt.of_sample(tiny.tokenizer, sample)
@@ -329,18 +330,15 @@ def test_questions_about_one_context_share_its_prefill(tiny, tmp_path, counted):
   chosen = CHOSEN[:2]
   together = compared(
     tiny, tmp_path / "a", chosen=chosen, samples={part: [*same, other]}
-  ).answers
+  ).records
   # Full and half caches; three questions, of which the second row has one.
   assert counted == {"sweep": 1, "generate": 6}
   assert len(together) == 4 * len(chosen)
   apart = {}
   for number, sample in enumerate([*same, other]):
     found = compared(
-      tiny,
-      tmp_path / str(number),
-      chosen=chosen,
-      samples={part: [sample]},
-    ).answers
+      tiny, tmp_path / str(number), chosen=chosen, samples={part: [sample]}
+    ).records
     apart |= found
   for key, answer in together.items():
     alone = apart[key]
@@ -377,10 +375,10 @@ def test_query_heads_decide_and_store_for_themselves(tiny, tmp_path, whole):
   """Two query heads share a KV head of the tiny model: twice the bytes."""
   half = [kvjax.Retention(0.5)]
   chosen = candidates(["keydiff"], half, per_query_head=True)
-  found = compared(tiny, tmp_path, chosen=chosen).answers
+  found = compared(tiny, tmp_path, chosen=chosen).records
   assert len(found) == 12
   for key, answer in found.items():
-    grouped = whole.answers[key]
+    grouped = whole.records[key]
     assert answer.kept_tokens == grouped.kept_tokens
     assert 1.9 < answer.cache_bytes / grouped.cache_bytes < 2.1
     if answer.method == "full":

@@ -41,10 +41,10 @@ def results(tmp_path):
   return Results(tmp_path / "run", Settings("tiny", "abc", "float32", 0))
 
 
-def test_a_forecast_is_what_the_run_does(tiny, results):
+def test_a_forecast_is_what_the_run_does(tiny, results, tmp_path):
   work = comparison.pending(tiny, CHOSEN, SAMPLES, results, 2)
   found = forecast.forecast(tiny, work)
-  assert not results.folder.exists()
+  assert not (tmp_path / "run").exists()
   cost = found.cost
   # Two questions to each of two contexts of each task.
   assert (cost.contexts, cost.answers) == (4, 16)
@@ -58,7 +58,7 @@ def test_a_forecast_is_what_the_run_does(tiny, results):
   assert "Nothing was written." in text
 
   comparison.answer_all(tiny, work, results, lambda task, new: None)
-  answers = list(results.answers.values())
+  answers = list(results.records.values())
   assert len(answers) == cost.answers
   # Both questions to a context, by each cache, see the same context.
   per_context = 2 * len(CHOSEN)

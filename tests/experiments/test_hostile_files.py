@@ -138,7 +138,7 @@ def test_a_last_line_of_ours_is_written_anew(tmp_path, cut):
   path = tmp_path / "samples.jsonl"
   path.write_text(LINE + LINE.replace('"asked": "0"', '"asked": "1"')[:-cut])
   results = Results(tmp_path, SETTINGS)
-  assert list(results.answers.values()) == [ANSWER]
+  assert list(results.records.values()) == [ANSWER]
   results.add([dataclasses.replace(ANSWER, asked="2")])
   asked = [json.loads(line)["asked"] for line in path.read_text().splitlines()]
   assert asked == ["0", "2"]

@@ -76,10 +76,7 @@ def test_runs_become_one_leaderboard(run_binary, tmp_path):
 @pytest.mark.parametrize(
   ("arguments", "sentence"),
   [
-    (
-      [],
-      "Name the folders that hold runs, as in kvjax leaderboard results.",
-    ),
+    ([], "Name the folders that hold runs, as in kvjax leaderboard results."),
     (["{folder}"], "{folder} holds no run"),
     (["{folder}", "--model=x"], "--help lists the flags."),
     (["{folder}", "--kvpress=/proc/no"], "/proc/no cannot be written"),

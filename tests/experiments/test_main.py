@@ -65,10 +65,7 @@ def test_the_package_of_the_programs_lists_them_too(run_binary):
 
 @pytest.mark.parametrize(
   "command",
-  [
-    ["kvjax.experiments"],
-    ["kvjax.experiments.leaderboard", "--help"],
-  ],
+  [["kvjax.experiments"], ["kvjax.experiments.leaderboard", "--help"]],
   ids=lambda command: command[0],
 )
 def test_a_reader_that_has_gone_ends_it_without_a_word(command):

@@ -402,8 +402,7 @@ def test_a_few_layers_tell_what_whole_models_take(use, kinds):
       [],
       "Compiling for TPUs takes libtpu",
       marks=pytest.mark.skipif(
-        importlib.util.find_spec("libtpu") is not None,
-        reason="libtpu is there",
+        importlib.util.find_spec("libtpu") is not None, reason="libtpu is there"
       ),
     ),
   ],

@@ -8,11 +8,12 @@ import json
 import pathlib
 
 import pytest
+from comparing import compare
 
 import kvjax
 from kvjax.errors import InputError
 from kvjax.experiments.metrics.string_match import clean
-from kvjax.experiments.run import comparison, side_by_side
+from kvjax.experiments.run import side_by_side
 from kvjax.experiments.run.candidates import candidates
 from kvjax.experiments.run.prompting import (
   QUERY_AGNOSTIC,
@@ -79,10 +80,10 @@ def answered(lm, folder, samples, chosen, protocol):
   """The answers by the number of their sample and their method."""
   results = Results(folder, Settings("tiny", "abc", "float32", 0))
   part = Part("one", 128)
-  comparison.compare(
+  compare(
     lm, chosen, {part: samples}, results, 2, lambda task, new: None, protocol
   )
-  return {(a.sample, a.method): a for a in results.answers.values()}
+  return {(a.sample, a.method): a for a in results.records.values()}
 
 
 @pytest.mark.slow

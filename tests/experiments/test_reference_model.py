@@ -4,11 +4,11 @@ import pathlib
 
 import numpy as np
 import pytest
+from comparing import compare
 
 import kvjax
 from kvjax import models
 from kvjax.experiments.reference.validation import depth_grid, rounds, validate
-from kvjax.experiments.run import comparison
 from kvjax.experiments.run.candidates import candidates
 from kvjax.experiments.run.results import Part, Results, Settings
 from kvjax.experiments.run.summaries import summarize
@@ -44,8 +44,8 @@ def test_it_shows_methods_falling_apart(bundled, tmp_path):
     for task in ("niah_single_2", "niah_multikey_1")
   }
   results = Results(tmp_path, Settings("kvjax-ref", "", "float32", 5))
-  comparison.compare(bundled, chosen, samples, results, 4, lambda *_: None)
-  rows = summarize(list(results.answers.values()))
+  compare(bundled, chosen, samples, results, 4, lambda *_: None)
+  rows = summarize(list(results.records.values()))
   found = {(row["method"], row["task"]): row["score"] for row in rows}
   assert len(found) == 6
   for task, _ in samples:
@@ -68,9 +68,9 @@ def test_a_replay_finds_more_than_keys_alone_at_a_tenth(bundled, tmp_path):
     for task in ("niah_single_2", "niah_multikey_1")
   }
   results = Results(tmp_path, Settings("kvjax-ref", "", "float32", 0))
-  comparison.compare(bundled, chosen, samples, results, 4, lambda *_: None)
+  compare(bundled, chosen, samples, results, 4, lambda *_: None)
   scores: dict[str, list[float]] = {}
-  for row in summarize(list(results.answers.values())):
+  for row in summarize(list(results.records.values())):
     scores.setdefault(row["method"], []).append(row["score"])
   found = {method: np.mean(of) for method, of in scores.items()}
   assert found["kvzip"] > found["keydiff"]

@@ -68,10 +68,10 @@ def test_answers_come_back_as_they_were(tmp_path):
   assert not (tmp_path / "new").exists()
   results.add(written[:2])
   results.add(written[2:])
-  again = Results(results.folder, SETTINGS)
-  assert list(again.answers.values()) == written
-  assert list(again.answers) == [answer.key for answer in written]
-  fields = json.loads(lines(results.folder)[0])
+  again = Results((tmp_path / "new" / "run"), SETTINGS)
+  assert list(again.records.values()) == written
+  assert list(again.records) == [answer.key for answer in written]
+  fields = json.loads(lines(tmp_path / "new" / "run")[0])
   assert fields == dataclasses.asdict(SETTINGS) | dataclasses.asdict(written[0])
 
 
@@ -83,7 +83,7 @@ def test_an_unfinished_line_is_dropped_and_written_anew(tmp_path):
   for cut in (1, 30, len(whole) // 2 - 1):
     path.write_bytes(whole[:-cut])
     again = Results(tmp_path, SETTINGS)
-    assert [key.asked for key in again.answers] == ["0"]
+    assert [key.asked for key in again.records] == ["0"]
     again.add([an_answer(1)])
     assert path.read_bytes() == whole
 
@@ -374,7 +374,7 @@ def test_a_full_disk_loses_nothing(tmp_path):
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
   assert len(path.read_bytes()) > len(whole)
   for again in (results, Results(tmp_path, SETTINGS)):
-    assert list(again.answers) == [an_answer(0).key]
+    assert list(again.records) == [an_answer(0).key]
   results.add([an_answer(1)])
   assert path.read_bytes().startswith(whole)
   assert len(lines(tmp_path)) == 2
@@ -396,5 +396,5 @@ def test_answers_of_older_runs_lack_what_metrics_read(tmp_path):
   fields = json.loads(path.read_text())
   assert fields.pop("scored_by") == {}
   path.write_text(json.dumps(fields) + "\n")
-  (answer,) = Results(tmp_path, SETTINGS).answers.values()
+  (answer,) = Results(tmp_path, SETTINGS).records.values()
   assert answer == an_answer()

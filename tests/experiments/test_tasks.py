@@ -9,14 +9,7 @@ import pytest
 from kvjax.errors import InputError
 from kvjax.experiments.metrics.string_match import string_match_all
 from kvjax.experiments.reference import vocabulary
-from kvjax.experiments.tasks import (
-  fitting,
-  niah,
-  passkey,
-  prose,
-  suite,
-  words,
-)
+from kvjax.experiments.tasks import fitting, niah, passkey, prose, suite, words
 
 TOKENIZER = vocabulary.build()
 

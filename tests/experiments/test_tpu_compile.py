@@ -18,11 +18,7 @@ from kvjax.experiments.tpu import (
   outcomes,
   tables,
 )
-from kvjax.experiments.tpu.programs import (
-  Outcome,
-  compiled,
-  find_fault,
-)
+from kvjax.experiments.tpu.programs import Outcome, compiled, find_fault
 from kvjax.experiments.tpu.published import LLAMA
 from kvjax.kernels.compiled.footprints import Footprint
 from kvjax.kernels.dispatch import Programs, dispatch
@@ -264,8 +260,7 @@ def test_without_libtpu_the_user_is_told(monkeypatch):
       ["--quick"],
       "Compiling for TPUs takes libtpu",
       marks=pytest.mark.skipif(
-        importlib.util.find_spec("libtpu") is not None,
-        reason="libtpu is there",
+        importlib.util.find_spec("libtpu") is not None, reason="libtpu is there"
       ),
     ),
   ],

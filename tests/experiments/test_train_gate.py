@@ -183,7 +183,7 @@ def test_what_is_trained_is_a_method(trained, tiny):
   output, done = trained
   names = {path.name for path in output.iterdir()}
   assert names == {
-    *("config.json", "model.safetensors", "validation.json", "run.json"),
+    *("config.json", "model.safetensors", "validation.json", "run.json")
   }
   assert "layer 1: R2" in done.stdout
   assert str(output) in done.stdout

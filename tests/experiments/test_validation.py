@@ -152,7 +152,7 @@ POOR = scores((1.0, 1.0), (0.96875, 0.875), (0.5, 0.5), (0.5, 0.25))
 def test_tables_have_a_line_per_task_and_a_column_per_length():
   assert card.table(POOR, "task") == (
     "| task | 512 tokens | 1,024 tokens |\n"
-    "| --- | ---: | ---: |\n"
+    "| :-- | --: | --: |\n"
     "| one | 100.0 | 50.0 |\n"
     "| many | 96.9 (87.5) | 50.0 (25.0) |"
   )

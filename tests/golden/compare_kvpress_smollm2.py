@@ -20,9 +20,7 @@ import smollm2_counterparts as goldens  # noqa: E402
 from smollm2_judge import Difference, Judge  # noqa: E402
 
 import kvjax  # noqa: E402
-from kvjax.experiments.metrics.string_match import (  # noqa: E402
-  string_match_all,
-)
+from kvjax.experiments.metrics.string_match import string_match_all  # noqa: E402
 from kvjax.experiments.report import page_parts  # noqa: E402
 from kvjax.models.pretrained import Pretrained, load  # noqa: E402
 
@@ -84,9 +82,7 @@ def _compress_batch(
     lm.model,
     lm.params,
     kvjax.Prompts.of(
-      contexts,
-      len(contexts[0]),
-      repeat_request=kvjax.RepeatRequest.of(lm.text),
+      contexts, len(contexts[0]), repeat_request=kvjax.RepeatRequest.of(lm.text)
     ),
     distinct,
   )

@@ -82,11 +82,7 @@ _PHI3 = dict(
 
 # Configurations as the Hub's checkpoints state them, but for the numbers.
 FAMILIES = {
-  "llama3": dict(
-    **_LLAMA,
-    rope_theta=5e5,
-    max_position_embeddings=64,
-  ),
+  "llama3": dict(**_LLAMA, rope_theta=5e5, max_position_embeddings=64),
   "llama31": dict(
     **_LLAMA,
     head_dim=16,
@@ -160,10 +156,7 @@ FAMILIES = {
     max_position_embeddings=128,
   ),
   "yi": dict(
-    **_LLAMA,
-    num_key_value_heads=1,
-    rope_theta=5e6,
-    max_position_embeddings=128,
+    **_LLAMA, num_key_value_heads=1, rope_theta=5e6, max_position_embeddings=128
   ),
   "llama_biases": dict(
     **_LLAMA,
@@ -226,9 +219,7 @@ FAMILIES = {
     decoder_sparse_step=1,
   ),
   "qwen3_moe_shares": dict(
-    **_QWEN3_MOE,
-    norm_topk_prob=False,
-    decoder_sparse_step=2,
+    **_QWEN3_MOE, norm_topk_prob=False, decoder_sparse_step=2
   ),
   "smollm3": dict(
     model_type="smollm3",

@@ -86,8 +86,7 @@ def run(model, ids, press):
     layer.self_attn.masked_key_indices = None
   with press(model):
     model.model(
-      input_ids=torch.tensor([ids]),
-      past_key_values=transformers.DynamicCache(),
+      input_ids=torch.tensor([ids]), past_key_values=transformers.DynamicCache()
     )
   kept = np.ones(found["scores"].shape, bool)
   for layer, of_layer in zip(model.model.layers, kept, strict=True):

@@ -139,8 +139,7 @@ def test_kernels_for_one_kind_of_gpu_decline_another(
 
 
 @pytest.mark.parametrize(
-  ("rows", "heads", "share"),
-  [(2, 4, (1, 2)), (3, 4, (3, 2)), (4, 3, (2, 3))],
+  ("rows", "heads", "share"), [(2, 4, (1, 2)), (3, 4, (3, 2)), (4, 3, (2, 3))]
 )
 def test_on_a_mesh_a_kernel_sees_a_devices_share(rows, heads, share):
   seen = []

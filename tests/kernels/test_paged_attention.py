@@ -13,12 +13,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from kvjax import kernels
 from kvjax.cache.sharding import parse_mesh
-from kvjax.kernels.attention import (
-  Partial,
-  attention,
-  merge,
-  partial_attention,
-)
+from kvjax.kernels.attention import Partial, attention, merge, partial_attention
 from kvjax.kernels.paged_attention import paged_attention, xla
 from kvjax.kernels.paged_attention.reference import paged_attention_reference
 from kvjax.kernels.quantized import Quantized, dequantize, quantize

@@ -29,9 +29,7 @@ from plain_attention import (
 
 from kvjax import kernels
 from kvjax.cache.sharding import parse_mesh
-from kvjax.kernels.attention import (
-  AttentionOptions,
-)
+from kvjax.kernels.attention import AttentionOptions
 from kvjax.kernels.prompt_attention import neighbors, prompt_attention, tpu
 
 

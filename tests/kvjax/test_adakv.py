@@ -348,10 +348,7 @@ def test_what_has_no_budget_to_spread_is_refused(inner):
     "chunkkv:window=6:chunk=4:scope=head",
     *(
       pytest.param(name, marks=pytest.mark.slow)
-      for name in (
-        "protokv:window=6:prototypes=20",
-        "chunkkv:window=6:chunk=1",
-      )
+      for name in ("protokv:window=6:prototypes=20", "chunkkv:window=6:chunk=1")
     ),
   ],
 )

@@ -84,10 +84,7 @@ def valid(layer, row):
 
 
 SHARES = curve_inverse(TAU, ALPHA * NLL.astype(float) + BETA)
-PLANS = [
-  *map(automatic, NAMES),
-  automatic("keydiff", per_query_head=True),
-]
+PLANS = [*map(automatic, NAMES), automatic("keydiff", per_query_head=True)]
 
 
 @pytest.fixture(scope="module")

@@ -13,12 +13,7 @@ from kvjax.methods import HeadwiseMethod, Method, ScoringMethod, Traits
 from kvjax.methods.heads import window_mass
 from kvjax.registry.registry import METHODS, RETRIEVALS
 from kvjax.retrieval import Flat, Retrieval
-from kvjax.testing import (
-  TinyModel,
-  check_method,
-  checks,
-  kept_positions,
-)
+from kvjax.testing import TinyModel, check_method, checks, kept_positions
 from kvjax.testing.engine_contract import check_whole_prompts
 from kvjax.testing.subject import Subject
 

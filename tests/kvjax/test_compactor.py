@@ -130,10 +130,7 @@ def test_scores(seen, method):
     if method.center:
       parts = [part - part.mean(axis=0) for part in parts]
     outlier.append(np.concatenate([exact(part) for part in parts]))
-  for ours, plain in (
-    (found.attention, attention),
-    (found.outlier, outlier),
-  ):
+  for ours, plain in ((found.attention, attention), (found.outlier, outlier)):
     plain = np.array(plain)
     expected = (
       standard(plain)

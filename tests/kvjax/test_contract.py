@@ -122,7 +122,7 @@ SMALL = {
   "fast_kvzip": {"gate": made_up_fast_kvzip(24, 3, 5), "recent": 0.05},
   "protokv": {"window": 5, "prototypes": 20, "bits": 3},
   "protokv.clusterkv": {
-    **{"sinks": 2, "window": 5, "prototypes": 20, "tokens_per_prototype": 4},
+    **{"sinks": 2, "window": 5, "prototypes": 20, "tokens_per_prototype": 4}
   },
 }
 

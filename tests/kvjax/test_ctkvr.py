@@ -236,8 +236,7 @@ def test_padding_of_a_block_changes_nothing():
   counts = jnp.asarray(COUNTS, jnp.int32)
   layer = indexed(SMALL, PROMPT, counts)
   short = dataclasses.replace(
-    BLOCK,
-    positions=jnp.where(jnp.arange(STEPS)[None] < 4, BLOCK.positions, -1),
+    BLOCK, positions=jnp.where(jnp.arange(STEPS)[None] < 4, BLOCK.positions, -1)
   )
   output, after = decoded(layer, short)
   np.testing.assert_array_equal(output[:, :, :4], run("default")[1][:, :, :4])

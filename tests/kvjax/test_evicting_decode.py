@@ -236,8 +236,7 @@ def test_a_conversation_that_evicts_says_how_much_room_it_needs():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-  ("name", "every"),
-  [("h2o", 2), ("snapkv:window=4", 1)],
+  ("name", "every"), [("h2o", 2), ("snapkv:window=4", 1)]
 )
 def test_a_conversation_that_evicts_uses_the_buffers_of_its_cache(name, every):
   """What the method remembers too, and each layer once evicted."""
@@ -284,12 +283,7 @@ def test_a_row_that_ends_early_is_left_as_it_would_be_alone():
   plan = kvjax.get_plan("keydiff", BUDGET, schedule)
 
   def run(rows, questions, stop):
-    cache, _ = kvjax.prefill(
-      MODEL,
-      PARAMS,
-      kvjax.Prompts.of(rows, 64),
-      plan,
-    )
+    cache, _ = kvjax.prefill(MODEL, PARAMS, kvjax.Prompts.of(rows, 64), plan)
     decoding = kvjax.Decoding(12, stop)
     cache = kvjax.reserve(cache, 16)
     return converse(cache, kvjax.Prompts.of(questions, 8), decoding)
@@ -309,8 +303,7 @@ def test_the_observation_window_is_the_last_queries_of_each_row():
   cache, _ = prefill("snapkv:window=6", schedule)
   window = cache.layers[0].window
   np.testing.assert_array_equal(
-    window.positions,
-    [np.arange(n - 6, n) for n in (61, 40, 17)],
+    window.positions, [np.arange(n - 6, n) for n in (61, 40, 17)]
   )
   short, _ = prefill("snapkv:window=6", schedule, [[1, 2, 3], *ROWS[1:]])
   np.testing.assert_array_equal(

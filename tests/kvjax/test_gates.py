@@ -329,10 +329,7 @@ def test_files_of_fast_kvzip_that_do_not_fit_are_refused(tmp_path):
   refused(written(torch_bytes([1])), "has no list of layers named module")
   refused(written(torch_bytes({"module": [{}]})), "q_proj.weight of")
   refused(changed(b=np.full((2, 1, 2), np.nan, np.float32)), "must be finite")
-  refused(
-    changed(b=np.ones((2, 1, 3), np.float32)),
-    "q_proj.weight of",
-  )
+  refused(changed(b=np.ones((2, 1, 3), np.float32)), "q_proj.weight of")
   many = fast_kvzip_layers(WIDTH, KV_HEADS, LAYERS)[:1] * 10_000
   refused(written(torch_bytes({"module": many})), "than the file holds")
   good = torch_bytes({"module": fast_kvzip_layers(WIDTH, KV_HEADS, LAYERS)})

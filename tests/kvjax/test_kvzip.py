@@ -31,8 +31,7 @@ MODELS = {
   "plain": TinyModel(kvjax.Geometry((SPEC,) * 3, 4096)),
   "capped": TinyModel(
     kvjax.Geometry(
-      (dataclasses.replace(SPEC, scale=0.5, softcap=2.0, sinks=True),) * 2,
-      4096,
+      (dataclasses.replace(SPEC, scale=0.5, softcap=2.0, sinks=True),) * 2, 4096
     )
   ),
 }

@@ -8,11 +8,7 @@ import numpy as np
 import pytest
 
 from kvjax.methods import leverage as leverage_module
-from kvjax.methods.leverage import (
-  gaussian_sketch,
-  hadamard_sketch,
-  leverage,
-)
+from kvjax.methods.leverage import gaussian_sketch, hadamard_sketch, leverage
 from kvjax.methods.standardize import standardize
 
 D = 8
@@ -41,20 +37,12 @@ compiled = functools.partial(
 
 
 def lev(
-  keys,
-  sketch=None,
-  solver="svd",
-  center=False,
-  padded=0,
-  chunk=0,
-  run=compiled,
+  keys, sketch=None, solver="svd", center=False, padded=0, chunk=0, run=compiled
 ):
   """Of one head of one row, whose padding is NaN."""
   valid = np.arange(len(keys) + padded) < len(keys)
   keys = np.pad(
-    np.asarray(keys, np.float32),
-    ((0, padded), (0, 0)),
-    constant_values=np.nan,
+    np.asarray(keys, np.float32), ((0, padded), (0, 0)), constant_values=np.nan
   )
   factor = None if sketch is None else sketch[None]
   ours = run(

@@ -58,11 +58,7 @@ def prefilled(name):
 
 def answer_nll(cache, questions=QUESTIONS, answers=ANSWERS):
   return kvjax.answer_nll(
-    MODEL,
-    PARAMS,
-    cache,
-    kvjax.Prompts.of(questions),
-    kvjax.Prompts.of(answers),
+    MODEL, PARAMS, cache, kvjax.Prompts.of(questions), kvjax.Prompts.of(answers)
   )
 
 

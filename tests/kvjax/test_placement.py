@@ -31,10 +31,7 @@ VALUES = -KEYS
 SLOTS = RNG.choice([-1, 1, 2, 3, 4, 6, 7, 8], (B, K, M)).astype(np.int32)
 
 gathered = jax.jit(gather_rows)
-WAYS = {
-  "eager": gather_rows,
-  "compiled": gathered,
-}
+WAYS = {"eager": gather_rows, "compiled": gathered}
 
 
 def by_hand(rows, slots):
@@ -130,10 +127,7 @@ def test_bytes_are_counted_where_they_are():
 
   traced = []
   x = jnp.zeros((5, 7, 3))
-  expected = {
-    "device": 5 * 7 * 3 * 4 + 7 * 3 * 2,
-    "pinned_host": 4 * 7 * 3 * 4,
-  }
+  expected = {"device": 5 * 7 * 3 * 4 + 7 * 3 * 2, "pinned_host": 4 * 7 * 3 * 4}
   made = jax.jit(counted)(x)
   for tree in (made, jax.eval_shape(both, x)):
     assert nbytes_by_memory(tree) == expected

@@ -77,7 +77,7 @@ def test_the_command_line_knows_them(run, tmp_path):
   asked = {json.loads(line)["method"] for line in lines}
   assert asked == {"full", *methods}
   wrong = run(
-    *("-m", "kvjax.experiments.main", "compare", "--methods=last_vote"),
+    *("-m", "kvjax.experiments.main", "compare", "--methods=last_vote")
   )
   assert wrong.returncode == 2
   assert "did you mean last_votes" in wrong.stderr

@@ -221,9 +221,7 @@ def test_large_logits_and_empty_clusters():
   for sign in (1, -1):
     asked = rng.normal(size=(4, DIM)) + sign * 30 * np.eye(DIM)[0]
     index = Squeezed(
-      clusters,
-      jnp.asarray(asked[None], jnp.float32),
-      jnp.asarray(3, jnp.int32),
+      clusters, jnp.asarray(asked[None], jnp.float32), jnp.asarray(3, jnp.int32)
     )
     logits = asked @ centroids.T / DIM**0.5
     assert np.abs(logits[:, sizes > 0]).min() > 600

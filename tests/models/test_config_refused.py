@@ -155,11 +155,7 @@ from kvjax.models.config import DecoderConfig
       "asks for an audio tower, as 'thinker_config.audio_config' says",
     ),
     (
-      {
-        "model_type": "mistral",
-        "sliding_window": None,
-        "attention_bias": True,
-      },
+      {"model_type": "mistral", "sliding_window": None, "attention_bias": True},
       "'attention_bias', which is not supported for mistral",
     ),
     ({"model_type": "qwen2", "mlp_bias": True}, "'mlp_bias'"),
@@ -182,9 +178,7 @@ from kvjax.models.config import DecoderConfig
     ({"rope_scaling": {"type": "linear", "factor": 1e40}}, "no huge one"),
     ({"rope_scaling": {"type": "linear", "factor": 1e29}}, "is too much"),
     (
-      {
-        "rope_scaling": LLAMA3 | {"original_max_position_embeddings": 64.5},
-      },
+      {"rope_scaling": LLAMA3 | {"original_max_position_embeddings": 64.5}},
       "'original_max_position_embeddings', which must be a whole number",
     ),
     ({"rope_theta": float("inf")}, "a number above 0"),

@@ -72,8 +72,7 @@ def test_a_file_loads_as_the_directory_does(maker, family, config):
 
 # Blocks of 32 numbers; the other formats have 256, which no toy has.
 @pytest.mark.parametrize(
-  "kind",
-  ["F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"],
+  "kind", ["F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"]
 )
 @pytest.mark.parametrize("family", ["llama3", "qwen3"])
 def test_every_format_is_dequantized_as_the_library_does(maker, family, kind):

@@ -243,10 +243,7 @@ def test_another_method_evicts_while_decoding(name, checkpoints):
 
 @pytest.mark.parametrize(
   "press",
-  [
-    "rerotate_keydiff",
-    pytest.param("rerotate_snapkv", marks=pytest.mark.slow),
-  ],
+  ["rerotate_keydiff", pytest.param("rerotate_snapkv", marks=pytest.mark.slow)],
 )
 def test_rerotated_keys_are_those_of_kvpress(press, checkpoints):
   method = {

@@ -225,10 +225,7 @@ FINCH = {
   "finch_chunks": Finch(QUESTION, chunk=40),
   "finch_plain": Finch(QUESTION, normalize=False),
 }
-BOTH = [
-  "held_out",
-  pytest.param("small", marks=pytest.mark.slow),
-]
+BOTH = ["held_out", pytest.param("small", marks=pytest.mark.slow)]
 
 
 def structured(name, case, length):

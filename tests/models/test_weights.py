@@ -21,12 +21,7 @@ from kvjax.engine.sampling import GREEDY, Sampling
 from kvjax.errors import InputError
 from kvjax.models import tensor_files
 from kvjax.models.language_model import from_decoder
-from kvjax.models.pretrained import (
-  Pretrained,
-  load,
-  load_decoder,
-  save,
-)
+from kvjax.models.pretrained import Pretrained, load, load_decoder, save
 from kvjax.models.tokenizer import Tokenizer
 from kvjax.models.weights import write_weights
 

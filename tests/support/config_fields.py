@@ -17,11 +17,7 @@ LLAMA3 = {
   "high_freq_factor": 4.0,
   "original_max_position_embeddings": 64,
 }
-LONG = {
-  "type": "longrope",
-  "short_factor": [1.0] * 8,
-  "long_factor": [2.0] * 8,
-}
+LONG = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
 PHI3 = {"model_type": "phi3", "original_max_position_embeddings": 64}
 YARN = {"rope_type": "yarn", "factor": 4.0}
 DYNAMIC = {"rope_type": "dynamic", "factor": 2.0}

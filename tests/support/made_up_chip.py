@@ -1,11 +1,7 @@
 """A chip and a program for tests of what is compiled for TPUs."""
 
-from kvjax.experiments.tpu import (
-  chips,
-)
-from kvjax.experiments.tpu.programs import (
-  Program,
-)
+from kvjax.experiments.tpu import chips
+from kvjax.experiments.tpu.programs import Program
 
 MIB = 2**20
 

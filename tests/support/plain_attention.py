@@ -10,9 +10,7 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from kvjax import kernels
-from kvjax.kernels.attention import (
-  AttentionOptions,
-)
+from kvjax.kernels.attention import AttentionOptions
 
 # T is 61 at most, and logits without a scale are about 1.
 OPTIONS = {

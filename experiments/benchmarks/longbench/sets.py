@@ -59,19 +59,9 @@ SETS: Mapping[str, DataSet] = {
 }
 
 LONGBENCH_E = (
-  "qasper",
-  "multifieldqa_en",
-  "hotpotqa",
-  "2wikimqa",
-  "gov_report",
-  "multi_news",
-  "trec",
-  "triviaqa",
-  "samsum",
-  "passage_count",
-  "passage_retrieval_en",
-  "lcc",
-  "repobench-p",
+  *("qasper", "multifieldqa_en", "hotpotqa", "2wikimqa", "gov_report"),
+  *("multi_news", "trec", "triviaqa", "samsum", "passage_count"),
+  *("passage_retrieval_en", "lcc", "repobench-p"),
 )
 NAMES = (*SETS, *(f"{name}_e" for name in LONGBENCH_E))
 

@@ -116,9 +116,10 @@ def _with_references(
     history_text = question + suffix + answer + tokenizer.between_turns()
 
 
-def _continued(
+def continued(
   turns: Sequence[Sample], tokenizer: Tokenizer
 ) -> Iterator[Sample]:
+  """Yields turns that stay in the cache, each after the end of an answer."""
   between = ""
   for sample in turns:
     yield dataclasses.replace(
@@ -132,5 +133,5 @@ _WITH_HISTORY: Mapping[
 ] = {
   "shared": _context_only,
   "conversation": _with_references,
-  "own": _continued,
+  "own": continued,
 }

@@ -6,11 +6,7 @@ from typing import Any, NamedTuple
 
 from kvjax import files
 from kvjax.errors import InputError
-from kvjax.experiments.benchmarks.row_files import (
-  SUFFIXES,
-  RowFile,
-  find,
-)
+from kvjax.experiments.benchmarks.row_files import SUFFIXES, RowFile, find
 from kvjax.experiments.benchmarks.rows import Row
 from kvjax.experiments.tasks.question_answering import Corpus, Question
 from kvjax.models.json_files import read_text

@@ -142,10 +142,6 @@ class Choice(NamedTuple):
 def choose(tasks: Sequence[str], texts: Texts) -> Choice:
   """Drops the tasks whose file is missing.
 
-  Args:
-    tasks: requested tasks, of `TASKS`.
-    texts: available texts.
-
   Raises:
     InputError: a name is no task, or no task remains.
   """

@@ -23,10 +23,7 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from kvjax.errors import InputError
-from kvjax.experiments.benchmarks.row_files import (
-  RowFile,
-  find,
-)
+from kvjax.experiments.benchmarks.row_files import RowFile, find
 from kvjax.experiments.benchmarks.rows import Row, printed_list
 from kvjax.experiments.benchmarks.ruler.generator import TASKS
 from kvjax.experiments.run.results import Part

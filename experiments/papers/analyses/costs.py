@@ -58,11 +58,6 @@ def operations(keys: int, dim: int, costs: Mapping[str, int]) -> int:
 
   Keys are divided by their norms and averaged; a score is the cosine of a key
   and this mean.
-
-  Args:
-    keys: number of keys.
-    dim: their width.
-    costs: weight of an operation.
   """
   numbers = keys * dim
   counts = {

@@ -5,7 +5,6 @@ from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 TITLE, LABEL, TICK = 9, 8, 7
@@ -33,19 +32,11 @@ class HeadMap(NamedTuple):
 
 def canvas(width: float, height: float) -> Figure:
   """Creates an empty figure, in inches, without pyplot's global state."""
-  figure = Figure(figsize=(width, height), layout="constrained")
-  FigureCanvasAgg(figure)
-  return figure
+  return Figure(figsize=(width, height), layout="constrained")
 
 
 def scaled_layer(layer: int, of: int, layers: int) -> int:
-  """Finds the layer at the depth of another model's layer.
-
-  Args:
-    layer: index of that layer.
-    of: number of that model's layers.
-    layers: number of layers here.
-  """
+  """Finds the layer at the depth of another model's layer."""
   return min(round(layer * layers / of), layers - 1)
 
 

@@ -142,14 +142,9 @@ def _table(layers: Sequence[Statistics], title: str) -> Table:
     for number, layer in enumerate(layers)
   ]
   header = [
-    "layer",
-    "corr(cos to mean key, attention)",
-    "heads below 0",
-    "rank corr(-cos, attention)",
-    "cos(mean key, mean query)",
-    "heads below 0",
-    "cos(top key, mean query)",
-    "norms: std / mean",
+    *("layer", "corr(cos to mean key, attention)", "heads below 0"),
+    *("rank corr(-cos, attention)", "cos(mean key, mean query)"),
+    *("heads below 0", "cos(top key, mean query)", "norms: std / mean"),
   ]
   return Table(title, header, lines)
 

@@ -45,12 +45,8 @@ def measure(subject: Subject) -> Findings:
     attention = attention_weights.of_kv_head(layer, head, _TOKENS, True)
     heads.append(_Head(number, head, cosines(keys), attention))
   header = [
-    "layer",
-    "KV head",
-    "their cosine with others",
-    "cosine of all",
-    "% of the attention they get",
-    "% if it were even",
+    *("layer", "KV head", "their cosine with others", "cosine of all"),
+    *("% of the attention they get", "% if it were even"),
   ]
   title = (
     f"the {_DISTINCT} of the first {len(heads[0].alike)} keys that are least "

@@ -73,10 +73,7 @@ def measure(subject: Subject) -> Findings:
         ]
       )
   header = [
-    "method",
-    "N",
-    "tokens until it differs",
-    "texts that never differ",
+    *("method", "N", "tokens until it differs", "texts that never differ"),
     "NLL by the full cache",
   ]
   title = (

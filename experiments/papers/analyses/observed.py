@@ -15,13 +15,7 @@ from kvjax.model import Model
 def activations(
   model: Model, params: PyTree, tokens: Sequence[int]
 ) -> tuple[Activations, ...]:
-  """Computes queries, keys and values of every layer for one prompt.
-
-  Args:
-    model: the model.
-    params: its weights.
-    tokens: tokens of the prompt.
-  """
+  """Computes queries, keys and values of every layer for one prompt."""
   return _activations(model, params, jnp.asarray([tokens], jnp.int32))
 
 

@@ -141,9 +141,7 @@ def plane(
 
 
 def _retained(
-  subject: Subject,
-  row: Sequence[int],
-  sizes: _Sizes,
+  subject: Subject, row: Sequence[int], sizes: _Sizes
 ) -> dict[str, _Heads]:
   """Computes the keys that each method retains with block-wise prefill."""
   budget, block = sizes[subject.scale]

@@ -20,10 +20,7 @@ _BATCHES = (1, 2, 4, 8)
 _FULL_ROWS = 2
 _FULL = "full"
 _METHODS = (
-  "ctkvr",
-  "ctkvr:rerank=false",
-  "ctkvr:offload=true",
-  "magicpig.8x75",
+  *("ctkvr", "ctkvr:rerank=false", "ctkvr:offload=true", "magicpig.8x75"),
 )
 
 
@@ -37,13 +34,10 @@ def measure(subject: Subject) -> Findings:
   (length,) = subject.lengths
   title = f"prompts of {length:,} tokens, {_STEPS} decoded, {reads} retrieved"
   return Findings(
-    [
-      _by_batch(subject, plans, title),
-      _at_equal_memory(subject, plans, title),
-    ],
+    [_by_batch(subject, plans, title), _at_equal_memory(subject, plans, title)],
     [
       "Device memory is that of the caches and indexes alone. MagicPIG keeps "
-      "keys and values on the device here, in its paper on the host.",
+      "keys and values on the device here, in its paper on the host."
     ],
   )
 

@@ -56,12 +56,8 @@ def measure(subject: Subject) -> Findings:
     columns += [pair[1].mean(axis=0) for pair in pairs]
     maps[number] = pairs[0]
   header = [
-    "layer",
-    "stripes",
-    "diagonal",
-    "stripes, no mask",
-    "diagonal, no mask",
-    "later keys, no mask",
+    *("layer", "stripes", "diagonal", "stripes, no mask"),
+    *("diagonal, no mask", "later keys, no mask"),
   ]
   title = f"% of the attention in the first {len(tokens)} tokens, heads' mean"
   return Findings(

@@ -48,7 +48,7 @@ SQUAD = {
               "question": "Who is tall?",
               "is_impossible": True,
               "answers": [],
-            },
+            }
           ],
         },
       ],
@@ -64,9 +64,9 @@ SQUAD = {
               "question": "What sings?",
               "is_impossible": False,
               "answers": [{"text": "A wren", "answer_start": 0}],
-            },
+            }
           ],
-        },
+        }
       ],
     },
   ],

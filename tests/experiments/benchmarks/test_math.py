@@ -7,6 +7,7 @@ import random
 
 import numpy as np
 import pytest
+from comparing import compare
 
 import kvjax
 from kvjax import InputError
@@ -14,7 +15,7 @@ from kvjax.experiments.benchmarks.base import Request
 from kvjax.experiments.benchmarks.math import arithmetic, problems
 from kvjax.experiments.benchmarks.registry import BENCHMARKS
 from kvjax.experiments.metrics import math, registry
-from kvjax.experiments.run import comparison, summaries
+from kvjax.experiments.run import summaries
 from kvjax.experiments.run.candidates import candidates, parse_budgets
 from kvjax.experiments.run.prompting import Prompt
 from kvjax.experiments.run.results import Results, Settings
@@ -34,10 +35,8 @@ def solved(tiny, tmp_path):
       ["full", "streaming:sinks=2"], parse_budgets(["0.5"], None)
     )
     store = Results(tmp_path / name, Settings("tiny", "0", "float32", 0))
-    comparison.compare(
-      tiny, chosen, drawn.samples, store, batch, lambda task, count: None
-    )
-    return list(store.answers.values())
+    compare(tiny, chosen, drawn.samples, store, batch, lambda task, count: None)
+    return list(store.records.values())
 
   return answer
 
@@ -135,14 +134,14 @@ def test_more_draws_in_a_finished_folder_are_as_if_from_the_start(
       request = dataclasses.replace(SAMPLED, options=options)
       drawn = BENCHMARKS["arithmetic"].draw(tiny, request)
       new.append([])
-      comparison.compare(
+      compare(
         tiny, chosen, drawn.samples, store, 2, lambda _, n: new[-1].append(n)
       )
     graded = [
       dataclasses.replace(
         answer, scores={"score": 100.0 * (int(answer.asked, 16) % 2)}
       )
-      for answer in store.answers.values()
+      for answer in store.records.values()
     ]
     return summaries.summarize(graded), sum(new[-1])
 
@@ -174,7 +173,7 @@ def test_equal_problems_of_a_file_are_one(tiny, tmp_path):
   drawn = BENCHMARKS["math500"].draw(tiny, request)
   store = Results(tmp_path / "out", Settings("tiny", "0", "float32", 0))
   counts = []
-  comparison.compare(
+  compare(
     tiny,
     candidates(["full"], parse_budgets(["1"], None)),
     drawn.samples,

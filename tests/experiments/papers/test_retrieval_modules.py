@@ -70,11 +70,7 @@ def test_every_module_has_a_time(tiny, monkeypatch):
     ["recall", both, both],
     ["rerank", both, "–"],
     ["attention to retrieved keys", both, "–"],
-    [
-      "rerank and attention to retrieved keys, by the host",
-      "–",
-      both,
-    ],
+    ["rerank and attention to retrieved keys, by the host", "–", both],
     ["attention to resident keys", both, both],
     ["centroid update", both, both],
     ["all of these, compiled together", both, both],

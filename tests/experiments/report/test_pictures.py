@@ -4,6 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from kvjax.experiments.report import (
   heatmaps,
@@ -17,8 +18,9 @@ from kvjax.experiments.run import intervals
 
 def texts(figure):
   """Of all that is written, where it stands in pixels."""
-  figure.canvas.draw()
-  renderer = figure.canvas.get_renderer()
+  canvas = FigureCanvasAgg(figure)
+  canvas.draw()
+  renderer = canvas.get_renderer()
   found = []
   for text in figure.findobj(lambda a: hasattr(a, "get_text")):
     box = text.get_window_extent(renderer)
@@ -234,7 +236,7 @@ def test_files_are_named_by_length_where_there_are_several(
   assert "score_by_turn.png" in pictures.pictures(record(answers))
   answers = [answer(depth=0.0), answer(depth=1.0, length=2048)]
   assert list(pictures.pictures(record(answers))) == [
-    *("score_vs_retention.png", "score_vs_bytes.png", "heatmap.png"),
+    *("score_vs_retention.png", "score_vs_bytes.png", "heatmap.png")
   ]
   assert all(map(pictures.is_picture, ["score_by_turn.png", "heatmap.png"]))
 

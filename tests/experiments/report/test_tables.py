@@ -250,7 +250,7 @@ def test_rows_are_identified_and_compared_on_the_same_samples(answer, record):
   assert [line["delta"] for line in lines] == ["0.0", "0.0", "-30.0", "-30.0"]
   last = lines[-1]
   assert [last[n] for n in ("model", "seed", "protocol", "data")] == [
-    *("tiny", "7", "query-agnostic", "essay: texts of Python"),
+    *("tiny", "7", "query-agnostic", "essay: texts of Python")
   ]
   assert (last["length"], last["depth"], last["turn"]) == ("1024", "1.0", "")
   assert (last["retention"], last["compression_ratio"]) == ("0.25", "0.75")

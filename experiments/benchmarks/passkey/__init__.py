@@ -1,1 +1,0 @@
-"""A passkey of 64 digits in prose, at every length and depth."""
