@@ -130,11 +130,7 @@ def use(
   if platform is not None:
     _check_known(platform, get_args(Platform))
   # Pairs rather than a mapping: what is in use must not change, and is hashed.
-  with (
-    _implementation(implementation),
-    _platform(platform),
-    _overrides(chosen),
-  ):
+  with _implementation(implementation), _platform(platform), _overrides(chosen):
     yield
 
 

@@ -29,9 +29,7 @@ class Quantized(NamedTuple):
     return self.qvalue.shape
 
 
-def stored(
-  x: Shaped[Array, "*B T D"] | Quantized,
-) -> Shaped[Array, "*B T D"]:
+def stored(x: Shaped[Array, "*B T D"] | Quantized) -> Shaped[Array, "*B T D"]:
   """Returns the entries as they lie in memory, without their scales."""
   return x.qvalue if isinstance(x, Quantized) else x
 

@@ -7,11 +7,7 @@ from typing import TYPE_CHECKING, Literal, overload
 import jax
 
 import kvjax
-from kvjax.engine.capacity import (
-  check_prompts,
-  missing_slots,
-  prepare_decoding,
-)
+from kvjax.engine.capacity import check_prompts, missing_slots, prepare_decoding
 from kvjax.engine.sampling import Sampling
 from kvjax.errors import InputError
 from kvjax.hosts import read

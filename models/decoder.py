@@ -75,11 +75,7 @@ class Attention(nnx.Module):
   """The projections of attention; the caller computes the attention itself."""
 
   def __init__(
-    self,
-    config: DecoderConfig,
-    rope: Rope | None,
-    dtype: Any,
-    rngs: nnx.Rngs,
+    self, config: DecoderConfig, rope: Rope | None, dtype: Any, rngs: nnx.Rngs
   ) -> None:
     self.config, self.rope = config, rope
     width = config.hidden_size
@@ -248,11 +244,7 @@ class Decoder(nnx.Module):
   """
 
   def __init__(
-    self,
-    config: DecoderConfig,
-    *,
-    dtype: Any = jnp.float32,
-    rngs: nnx.Rngs,
+    self, config: DecoderConfig, *, dtype: Any = jnp.float32, rngs: nnx.Rngs
   ) -> None:
     """Builds the decoder with random weights.
 

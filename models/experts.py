@@ -61,12 +61,7 @@ class Experts(nnx.Module):
   """The gated MLPs of all experts."""
 
   def __init__(
-    self,
-    sizes: ExpertSizes,
-    width: int,
-    gate: str,
-    dtype: Any,
-    rngs: nnx.Rngs,
+    self, sizes: ExpertSizes, width: int, gate: str, dtype: Any, rngs: nnx.Rngs
   ) -> None:
     self.sizes, self.gate = sizes, gate
     self.gate_proj = Projections(sizes, width, sizes.width, dtype, rngs)
@@ -122,12 +117,7 @@ class SparseMlp(nnx.Module):
   """A router and its experts."""
 
   def __init__(
-    self,
-    sizes: ExpertSizes,
-    width: int,
-    gate: str,
-    dtype: Any,
-    rngs: nnx.Rngs,
+    self, sizes: ExpertSizes, width: int, gate: str, dtype: Any, rngs: nnx.Rngs
   ) -> None:
     self.sizes = sizes
     self.router = nnx.Linear(

@@ -205,10 +205,7 @@ FAMILIES: dict[str, Family] = {
   "phi3": Family(
     "Phi3ForCausalLM",
     "Phi-3, Phi-4",
-    absent={
-      "original_max_position_embeddings": 4096,
-      "rms_norm_eps": 1e-5,
-    },
+    absent={"original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
     attention_bias="never",
     windows="all",
     rope_names={"su": "longrope", "yarn": "longrope"},

@@ -7,12 +7,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from kvjax.kernels.mesh_axes import (
-  MODEL,
-  Spread,
-  spread_over,
-  without_context,
-)
+from kvjax.kernels.mesh_axes import MODEL, Spread, spread_over, without_context
 from kvjax.model import Geometry
 
 # Logical axes of every parameter by the last two parts of its path. Parameters

@@ -18,11 +18,7 @@ from kvjax.models.gguf.metadata import read_config
 from kvjax.models.gguf.reader import GgufFile
 from kvjax.models.gguf.tokenizer import read_tokenizer
 from kvjax.models.gguf.weights import open_gguf_tensors
-from kvjax.models.json_files import (
-  is_present,
-  read_json,
-  read_json_if_present,
-)
+from kvjax.models.json_files import is_present, read_json, read_json_if_present
 from kvjax.models.orbax_files import read_checkpoint
 from kvjax.models.tensor_files import has_checkpoint, open_tensors
 from kvjax.models.tokenizer import Tokenizer

@@ -37,7 +37,9 @@ _BEGINNING = 2**16
 
 # Metadata files of `datasets` and the hub.
 _ABOUT = (
-  *("dataset_dict.json", "dataset_info.json", "dataset_infos.json"),
+  "dataset_dict.json",
+  "dataset_info.json",
+  "dataset_infos.json",
   "state.json",
 )
 
@@ -165,7 +167,7 @@ class RowFile:
       raise InputError(f"{self} cannot be read: {error}.") from error
 
   def _lines(self) -> Iterator[Row]:
-    for number, text in enumerate(self._texts(), start=1):
+    for number, text in enumerate(self._texts("line"), start=1):
       if not text.strip():
         continue
       place = f"Line {number} of {self}"
@@ -182,10 +184,7 @@ class RowFile:
     if not is_array:
       yield from self._lines()
       return
-    with self._opened() as file:
-      document = file.read(_MOST_BYTES + 1)
-    if len(document) > _MOST_BYTES:
-      raise self._too_long(str(self), _MOST_BYTES)
+    document = b"".join(self._texts("document"))
     try:
       rows = files.parse_json(document)
     except ValueError as error:
@@ -199,7 +198,7 @@ class RowFile:
     # Spreadsheets begin files with a mark of the byte order.
     lines = (
       line.decode("utf-8-sig" if number == 0 else "utf-8") + "\n"
-      for number, line in enumerate(self._texts())
+      for number, line in enumerate(self._texts("line"))
     )
     reader = csv.DictReader(lines, strict=True)
     try:
@@ -216,18 +215,45 @@ class RowFile:
         f"{self} is not valid CSV after line {reader.line_num}: {error}."
       ) from error
 
-  def _texts(self) -> Iterator[bytes]:
-    """Yields lines without their ends; refuses files of zeros."""
-    with self._opened() as file:
-      while line := file.readline(_LONGEST_LINE + 1):
-        if len(line) > _LONGEST_LINE:
-          raise self._too_long(f"A line of {self}", _LONGEST_LINE)
-        yield line.rstrip(b"\r\n")
+  def _texts(self, sample_by: str) -> Iterator[bytes]:
+    """Yields lines or the full document; the JSON reader would change types.
 
-  def _too_long(self, what: str, most: int) -> InputError:
-    return InputError(
-      f"{what} has more than {most:,} bytes; give one row a line."
+    Raises:
+      InputError: one is not valid UTF-8, or takes more memory than there is.
+    """
+    self._check_end(by_line=sample_by == "line")
+    # Latin-1 preserves every byte, so that only lines with invalid UTF-8 are
+    # rejected. In a zip or gzip, `datasets` always reads UTF-8.
+    is_packed = self.member or self._is_packed_by_gzip
+    encoding = "utf-8" if is_packed else "latin-1"
+    lines = _datasets().IterableDataset.from_text(
+      self._source, encoding="latin-1", sample_by=sample_by
     )
+    try:
+      for line in lines:
+        yield line["text"].encode(encoding)
+    except UnicodeDecodeError as error:
+      raise InputError(
+        f"Line {self._first_undecodable()} of {self} is not valid "
+        f"{'CSV' if self.kind == '.csv' else 'JSON'}: it is no UTF-8."
+      ) from error
+
+  def _check_end(self, by_line: bool) -> None:
+    """Refuses files of zeros, and small ones that unpack to them."""
+    most = _LONGEST_LINE if by_line else _MOST_BYTES
+    with self._opened() as file:
+      begin = file.readline(most + 1) if by_line else file.read(most + 1)
+    if len(begin) > most:
+      what = f"The first line of {self}" if by_line else str(self)
+      raise InputError(
+        f"{what} has more than {most:,} bytes; give one row a line."
+      )
+
+  def _first_undecodable(self) -> int:
+    with self._opened() as file:
+      return next(
+        n for n, line in enumerate(file, start=1) if not _is_utf8(line)
+      )
 
   @contextlib.contextmanager
   def _opened(self) -> Iterator[IO[bytes] | gzip.GzipFile]:
@@ -279,6 +305,14 @@ class RowFile:
     return InputError(
       f"{self} is no {self.kind[1:]} file, or is cut short: {said}."
     )
+
+
+def _is_utf8(line: bytes) -> bool:
+  try:
+    line.decode()
+  except UnicodeDecodeError:
+    return False
+  return True
 
 
 @functools.cache

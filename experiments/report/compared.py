@@ -5,12 +5,7 @@ import rich.text
 
 from kvjax.experiments.report import formats, tables, wording
 from kvjax.experiments.report.formats import Table
-from kvjax.experiments.report.means import (
-  complete,
-  means,
-  ranked,
-  reads_less,
-)
+from kvjax.experiments.report.means import complete, means, ranked, reads_less
 from kvjax.experiments.report.run_files import Record
 
 

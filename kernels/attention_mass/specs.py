@@ -31,9 +31,7 @@ def _causal(name: str, batch: int, queries: int, slots: int) -> Spec:
 
 
 def _chunks(chunk: int, batch: int, slots: int) -> Spec:
-  def arrays(
-    key: Array,
-  ) -> tuple[Array, Array, Bool[Array, "B K T"]]:
+  def arrays(key: Array) -> tuple[Array, Array, Bool[Array, "B K T"]]:
     valid = jnp.ones((batch, _KV_HEADS, slots), bool)
     return *_draw(key, batch, slots, slots), valid
 

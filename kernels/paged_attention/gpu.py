@@ -175,10 +175,7 @@ def _kernel(*refs: Any, tree: Any, chunks_per_split: int, group: int) -> None:
     # The last chunk may exceed T: its copy fills up with zeros, which have no
     # owner.
     slots = pl.ds((first + number) * ROWS, ROWS)
-    for source, rows in (
-      (read.keys, key_rows),
-      (read.values, value_rows),
-    ):
+    for source, rows in ((read.keys, key_rows), (read.values, value_rows)):
       plgpu.copy_gmem_to_smem(
         source.at[layer, row, slots], rows.at[buffer], tiles.arrived.at[buffer]
       )

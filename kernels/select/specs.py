@@ -13,9 +13,7 @@ _KV_HEADS = 8
 
 
 def _largest(use: str, batch: int, slots: int, size: int) -> Spec:
-  def arrays(
-    key: Array,
-  ) -> tuple[Float[Array, "B K T"], Int[Array, "B K"]]:
+  def arrays(key: Array) -> tuple[Float[Array, "B K T"], Int[Array, "B K"]]:
     scores = jax.random.normal(key, (batch, _KV_HEADS, slots))
     return scores, jnp.full((batch, _KV_HEADS), size, jnp.int32)
 

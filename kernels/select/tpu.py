@@ -55,10 +55,7 @@ def largest_tpu(
       vmem_limit_bytes=2**22 + 4 * _ROWS * (3 * width + 2 * places),
     ),
     name="largest",
-  )(
-    jnp.minimum(counts, size).reshape(rows, 1),
-    scores.reshape(rows, slots),
-  )
+  )(jnp.minimum(counts, size).reshape(rows, 1), scores.reshape(rows, slots))
   return selected.reshape(*counts.shape, size)
 
 

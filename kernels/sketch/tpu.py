@@ -10,12 +10,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float
 
 from kvjax.kernels import tuning
-from kvjax.kernels.sketch.sketched import (
-  Sketch,
-  by_chunk,
-  identity,
-  near_mean,
-)
+from kvjax.kernels.sketch.sketched import Sketch, by_chunk, identity, near_mean
 
 
 def sketch(
@@ -64,7 +59,7 @@ def sketch(
     ],
     scratch_shapes=[pltpu.VMEM((1, 1), jnp.float32)],
     compiler_params=pltpu.CompilerParams(
-      dimension_semantics=("parallel",) * 3 + ("arbitrary",),
+      dimension_semantics=("parallel",) * 3 + ("arbitrary",)
     ),
     name="sketch",
   )(
@@ -142,9 +137,7 @@ def leverage_rows(
     ],
     out_specs=_slots_block(1, tile),
     out_shape=jax.ShapeDtypeStruct((*lead, 1, slots), jnp.float32),
-    compiler_params=pltpu.CompilerParams(
-      dimension_semantics=("parallel",) * 4,
-    ),
+    compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",) * 4),
     name="leverage_rows",
   )(projected, mean[..., None, :], whitener)
   return rows[..., 0, :]

@@ -152,10 +152,7 @@ def _kernel(*refs: Any, tree: Any, share: int) -> None:
 
     def fetch_row(entry: Array, _: None) -> None:
       slot = numbers[number, entry]
-      for source, rows in (
-        (read.keys, key_rows),
-        (read.values, value_rows),
-      ):
+      for source, rows in ((read.keys, key_rows), (read.values, value_rows)):
         plgpu.copy_gmem_to_smem(
           source.at[layer, row, kv_head, slot],
           rows.at[buffer, entry],

@@ -97,10 +97,7 @@ class Layer(abc.ABC):
     """
 
   def step(
-    self,
-    index: Index,
-    activations: Activations,
-    arrange: Arrange | None = None,
+    self, index: Index, activations: Activations, arrange: Arrange | None = None
   ) -> tuple[Float[Array, "B N S Dv"], Self]:
     """Appends a block to a layer of a stack and attends to the layer.
 

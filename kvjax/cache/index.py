@@ -58,10 +58,7 @@ class LayerIndex:
     return replace(self, arrays=arrays)
 
   def _write(
-    self,
-    read: Int[Array, "B K J M"],
-    change: Array | Entry | None,
-    old: Any,
+    self, read: Int[Array, "B K J M"], change: Array | Entry | None, old: Any
   ) -> Any:
     if change is None:
       return old

@@ -73,10 +73,7 @@ class Slots(Layer):
     return self._attend(activations, self.positions, None), self
 
   def step(
-    self,
-    index: Index,
-    activations: Activations,
-    arrange: Arrange | None = None,
+    self, index: Index, activations: Activations, arrange: Arrange | None = None
   ) -> tuple[Float[Array, "B N S Dv"], Self]:
     """Appends a block and attends; slots are read in place, in the stack."""
     if arrange is not None:
@@ -90,10 +87,7 @@ class Slots(Layer):
     return stack._attend(activations, positions, index), stack
 
   def _attend(
-    self,
-    activations: Activations,
-    positions: Int[Array, "B K T"],
-    layer: Index,
+    self, activations: Activations, positions: Int[Array, "B K T"], layer: Index
   ) -> Float[Array, "B N S Dv"]:
     return attention(
       activations.queries,

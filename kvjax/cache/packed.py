@@ -224,10 +224,7 @@ class PackedLayer(TailedLayer):
     return self._attend(activations, self.pages, None), self
 
   def step(
-    self,
-    index: Index,
-    activations: Activations,
-    arrange: Arrange | None = None,
+    self, index: Index, activations: Activations, arrange: Arrange | None = None
   ) -> tuple[Float[Array, "B N S Dv"], "PackedLayer"]:
     """Appends a block and attends; keys are never rerotated here."""
     assert arrange is None

@@ -131,10 +131,7 @@ class PooledLayers(TailedLayer):
     raise NotImplementedError("A block attends to one layer of a pool.")
 
   def step(
-    self,
-    index: Index,
-    activations: Activations,
-    arrange: Arrange | None = None,
+    self, index: Index, activations: Activations, arrange: Arrange | None = None
   ) -> tuple[Float[Array, "B N S Dv"], "PooledLayers"]:
     """Appends a block to a layer and attends to it."""
     assert arrange is None

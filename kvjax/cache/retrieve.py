@@ -130,9 +130,7 @@ def retrieve_all(
   real = jnp.broadcast_to(real[:, None], (batch, kv_heads))
   grouped = group_queries(queries, kv_heads)
 
-  def retrieve_with(
-    store: Store,
-  ) -> tuple[Selection, PyTree[Array]]:
+  def retrieve_with(store: Store) -> tuple[Selection, PyTree[Array]]:
     return jax.vmap(jax.vmap(functools.partial(_retrieve_head, retrieval)))(
       arrays, grouped, store, budget
     )

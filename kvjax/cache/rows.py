@@ -37,9 +37,7 @@ class Rows:
     return is_on_host(self.keys)
 
   def logits(
-    self,
-    slots: Int[Array, "B K U"],
-    queries: Float[Array, "B K G D"],
+    self, slots: Int[Array, "B K U"], queries: Float[Array, "B K G D"]
   ) -> Float[Array, "B K G U"]:
     """Computes products of queries and listed keys, times D^-1/2.
 

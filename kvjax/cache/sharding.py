@@ -132,9 +132,7 @@ def split_mesh(mesh: jax.sharding.Mesh, kv_heads: int) -> jax.sharding.Mesh:
   )
 
 
-def check_mesh(
-  mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
-) -> None:
+def check_mesh(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> None:
   """Refuses a mesh on which arrays would not be sharded as documented.
 
   Raises:

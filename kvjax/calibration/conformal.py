@@ -59,8 +59,7 @@ def promises(
 
 
 def add_promises(
-  calibration: Calibration,
-  tests: Sequence[tuple[Calibration, Triples]],
+  calibration: Calibration, tests: Sequence[tuple[Calibration, Triples]]
 ) -> Calibration:
   """Adds what a curve of preset "prefill" promises for a fine grid of targets.
 

@@ -150,11 +150,7 @@ def _kinds(
 
 
 def _empty_stack(
-  model: Model,
-  params: PyTree,
-  plan: Plan,
-  kind: _Kind,
-  sizes: tuple[int, int],
+  model: Model, params: PyTree, plan: Plan, kind: _Kind, sizes: tuple[int, int]
 ) -> Layer:
   """Makes a stack of empty layers, including what the method will remember.
 

@@ -166,9 +166,7 @@ def _empty_stack(*, shape: Any, count: int) -> Layer:
     if not is_on_host(x):
       return make()
     host = compute_on(
-      make,
-      compute_type="device_host",
-      out_memory_spaces=jax.memory.Space.Host,
+      make, compute_type="device_host", out_memory_spaces=jax.memory.Space.Host
     )
     zeros_on_host: Array = host()
     return zeros_on_host

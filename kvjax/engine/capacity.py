@@ -9,9 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.cache.base import Layer
 from kvjax.cache.cache import Cache
-from kvjax.engine.decode import (
-  Decoding,
-)
+from kvjax.engine.decode import Decoding
 from kvjax.engine.prepared import PreparedPlan, max_span, prepare_repeated
 from kvjax.errors import InputError
 from kvjax.hosts import read

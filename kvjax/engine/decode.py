@@ -190,9 +190,7 @@ _numbers = itertools.count()
 
 
 @contextlib.contextmanager
-def listening(
-  on_token: OnToken | None,
-) -> Iterator[Int[Array, ""] | None]:
+def listening(on_token: OnToken | None) -> Iterator[Int[Array, ""] | None]:
   """Registers a callback for every decoded token; yields its number.
 
   All calls have returned when the context ends.

@@ -30,10 +30,7 @@ class Place(NamedTuple):
 
 # Maps a layer's place, the stack of its state and its activations to the
 # attention output and the stack.
-Step = Callable[
-  [Place, Any, Activations],
-  tuple[Float[Array, "B N S Dv"], Any],
-]
+Step = Callable[[Place, Any, Activations], tuple[Float[Array, "B N S Dv"], Any]]
 # Maps a layer's number as an int, its state and its activations to the
 # attention output and the state.
 LayerStep = Callable[

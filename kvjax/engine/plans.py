@@ -12,13 +12,7 @@ from kvjax.engine.plan_conflicts import check_channels, warn_of_threshold
 from kvjax.errors import InputError
 from kvjax.methods.base import Method
 from kvjax.methods.traits import Traits
-from kvjax.options.budgets import (
-  Budget,
-  PerLayer,
-  Retention,
-  Threshold,
-  Tokens,
-)
+from kvjax.options.budgets import Budget, PerLayer, Retention, Threshold, Tokens
 from kvjax.options.schedules import WHOLE, Schedule
 from kvjax.retrieval.sparse_attention import SparseAttention
 

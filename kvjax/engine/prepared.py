@@ -305,10 +305,7 @@ def prepare_calibrated(
 
 
 def prepare_repeated(
-  plan: Plan,
-  lengths: Int[np.ndarray, " B"],
-  longest: int,
-  geometry: Geometry,
+  plan: Plan, lengths: Int[np.ndarray, " B"], longest: int, geometry: Geometry
 ) -> PreparedPlan:
   """Prepares a plan that evicts between blocks or while decoding.
 
@@ -368,10 +365,7 @@ def _round_capacities(slots: Int[np.ndarray, " C"]) -> Int[np.ndarray, " C"]:
 
 
 def _assign_layers(
-  plan: Plan,
-  prompts: Prompts,
-  geometry: Geometry,
-  spread: _Spread,
+  plan: Plan, prompts: Prompts, geometry: Geometry, spread: _Spread
 ) -> PreparedPlan:
   """Assigns budgets to the layers; uncompressed ones keep everything."""
   lengths = np.asarray(prompts.lengths, np.int32)

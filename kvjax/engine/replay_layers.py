@@ -168,13 +168,7 @@ def replay_layer(
     return found.whole.output, score(seen, prompt, chunk, how, found)
 
   hidden, scores = run_block(
-    model,
-    given.weights,
-    how.spec,
-    hidden,
-    given.shared,
-    given.positions,
-    read,
+    model, given.weights, how.spec, hidden, given.shared, given.positions, read
   )
   return hidden, scores if how.spec.cache else ()
 

@@ -307,17 +307,9 @@ def register_methods() -> None:
     paper="2408.00167",
   )
   register(
-    "duoattention",
-    _duoattention,
-    summary="DuoAttention",
-    paper="2410.10819",
+    "duoattention", _duoattention, summary="DuoAttention", paper="2410.10819"
   )
-  register(
-    "simlayerkv",
-    SimLayer,
-    summary="SimLayerKV",
-    paper="2410.13846",
-  )
+  register("simlayerkv", SimLayer, summary="SimLayerKV", paper="2410.13846")
   register(
     "kvzip",
     KVzip,
@@ -353,8 +345,5 @@ def register_methods() -> None:
     paper="2505.24133",
   )
   register(
-    "triattention",
-    TriAttention,
-    summary="TriAttention",
-    paper="2604.04921",
+    "triattention", TriAttention, summary="TriAttention", paper="2604.04921"
   )

@@ -61,8 +61,7 @@ WRAPPERS: Mapping[str, Wrapper] = {
     rounding="kvpress",
   ),
   "critical": Wrapper(
-    "values count by what they add to the output (CriticalKV)",
-    method=Critical,
+    "values count by what they add to the output (CriticalKV)", method=Critical
   ),
   "rerotate": Wrapper(
     "kept tokens move to their places in the cache (KeyRerotationPress)",
@@ -73,8 +72,7 @@ WRAPPERS: Mapping[str, Wrapper] = {
     method=Chunked,
   ),
   "think": Wrapper(
-    "keys lose channels that hardly matter (ThinK)",
-    method=Think,
+    "keys lose channels that hardly matter (ThinK)", method=Think
   ),
   "chunkkv.kvpress": Wrapper(
     "whole chunks are kept by their tokens' scores (ChunkKVPress)",

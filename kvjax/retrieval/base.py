@@ -358,10 +358,7 @@ class Retrieval(abc.ABC):
     raise NotImplementedError(f"{type(self).__name__} ranks no candidates.")
 
   def update_index(
-    self,
-    index: PyTree[Array],
-    update: PyTree[Array],
-    real: Bool[Array, ""],
+    self, index: PyTree[Array], update: PyTree[Array], real: Bool[Array, ""]
   ) -> PyTree[Array | Entry | None]:
     """Returns how a token changes the index; by default not at all.
 

@@ -8,12 +8,7 @@ from jaxtyping import Array, Bool, Float
 from kvjax.clustering import unit
 from kvjax.kernels.select import among_largest
 from kvjax.options.bounds import check_least
-from kvjax.retrieval.base import (
-  KeyBudget,
-  Prompt,
-  Selection,
-  Store,
-)
+from kvjax.retrieval.base import KeyBudget, Prompt, Selection, Store
 from kvjax.retrieval.quest import Paged
 from kvjax.retrieval.weights import max_attention
 from kvjax.struct import struct

@@ -99,10 +99,7 @@ class SqueezedAttention(ClusterRetrieval):
     ), queries
 
   def update_index(
-    self,
-    index: Squeezed,
-    update: Float[Array, "G D"],
-    real: Bool[Array, ""],
+    self, index: Squeezed, update: Float[Array, "G D"], real: Bool[Array, ""]
   ) -> Any:
     """Appends the queries to the ring."""
     window = index.queries.shape[1]

@@ -11,12 +11,7 @@ from jaxtyping import PyTree
 from kvjax.errors import InputError
 from kvjax.models.adapters.assembly import assemble
 from kvjax.models.adapters.maxtext_checkpoint import restore
-from kvjax.models.adapters.maxtext_names import (
-  MODULES,
-  TOP,
-  convert,
-  find_path,
-)
+from kvjax.models.adapters.maxtext_names import MODULES, TOP, convert, find_path
 from kvjax.models.adapters.parameters import Parameters, Stored, stack
 from kvjax.models.config import DecoderConfig
 from kvjax.models.pretrained import Pretrained

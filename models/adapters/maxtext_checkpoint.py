@@ -27,9 +27,7 @@ def restore(directory: pathlib.Path) -> PyTree:
       restored: PyTree = checkpointer.restore(
         folder,
         ocp.args.PyTreeRestore(
-          wanted,
-          jax.tree.map(lambda _: to_host, wanted),
-          partial_restore=True,
+          wanted, jax.tree.map(lambda _: to_host, wanted), partial_restore=True
         ),
       )
       return restored

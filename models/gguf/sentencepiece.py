@@ -80,9 +80,7 @@ def make_sentencepiece(
 
 
 def _merges(
-  vocabulary: Mapping[str, int],
-  kinds: Sequence[int],
-  scores: Sequence[float],
+  vocabulary: Mapping[str, int], kinds: Sequence[int], scores: Sequence[float]
 ) -> list[tuple[str, str]]:
   """All pairs of pieces that make a piece, those of the best score first.
 

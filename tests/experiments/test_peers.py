@@ -32,9 +32,11 @@ def prefill(method, retention, rows, length):
   return float(SCALE * (len(calls) + rows))
 def fail():
   raise ValueError("no such thing")
-serve(types.SimpleNamespace(**{"versions": lambda: {"NAME": "1"}, "load": lambda path: None,
-       "prefill": prefill, "fail": fail, "end": lambda: exit(3),
-       "limits": lambda: {"operations": 1e3, "bytes": 1e3}}))
+serve(types.SimpleNamespace(
+  versions=lambda: {"NAME": "1"}, load=lambda path: None, prefill=prefill,
+  fail=fail, end=lambda: exit(3),
+  limits=lambda: {"operations": 1e3, "bytes": 1e3},
+))
 """
 
 
