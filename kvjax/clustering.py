@@ -127,7 +127,7 @@ def buckets(
   else:
     ones = projected > 0
   weights = 2 ** jnp.arange(bits - 1, -1, -1, dtype=jnp.int32)
-  return jnp.sum(ones.astype(jnp.int32) * weights[None], axis=1)
+  return jnp.sum(ones * weights[None], axis=1, dtype=jnp.int32)
 
 
 def _median_distance(
@@ -149,8 +149,8 @@ def chunks(
   "balanced" sizes differ by at most one. "ceil_len" chunks have the rounded-up
   mean size, except for the last. Slots that are not members get -1.
   """
-  rank = jnp.cumsum(members.astype(jnp.int32)) - 1
-  size = jnp.maximum(jnp.sum(members.astype(jnp.int32)), 1)
+  rank = jnp.cumsum(members, dtype=jnp.int32) - 1
+  size = jnp.maximum(jnp.sum(members, dtype=jnp.int32), 1)
   num_chunks = jnp.maximum(num_chunks, 1)
   if split == "balanced":
     # rank * num_chunks // size by two halves of num_chunks, as the product has
@@ -256,7 +256,7 @@ def kmeans(
   exists = jnp.ones(count, bool)
   if wanted is not None:
     # The others are drawn as well, since P is static, but get no members.
-    exists = jnp.arange(count) < wanted
+    exists = jnp.arange(count, dtype=jnp.int32) < wanted
 
   def unfinished(state: _Fit) -> Bool[Array, ""]:
     step, moved, _, _ = state

@@ -43,7 +43,7 @@ def top_slots(
   if must_keep is None:
     must_keep = jnp.zeros(valid.shape, bool)
   protected = protected & valid & ~must_keep
-  num_must_keep = jnp.sum(must_keep.astype(jnp.int32), axis=-1, keepdims=True)
+  num_must_keep = jnp.sum(must_keep, axis=-1, keepdims=True, dtype=jnp.int32)
   # The rest of a budget goes to the newest protected slots; those that do not
   # fit are never reached.
   fits = age(protected) <= counts - num_must_keep
@@ -76,7 +76,7 @@ def head_counts(
   by_slot = jnp.swapaxes(scores, 1, 2)
   rows = by_slot.reshape(scores.shape[0], -1)
   best = among_largest(rows, total).reshape(by_slot.shape)
-  return jnp.sum(best.astype(jnp.int32), axis=1)
+  return jnp.sum(best, axis=1, dtype=jnp.int32)
 
 
 def finite(scores: Float[Array, "*B T"]) -> Float[Array, "*B T"]:

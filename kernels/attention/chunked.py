@@ -142,7 +142,7 @@ def _attend(
     # with the previous chunk are masked.
     start = jnp.minimum(index * size, slots - size)
     positions = jax.lax.dynamic_slice_in_dim(key_positions, start, size, 2)
-    is_new = start + jnp.arange(size) >= index * size
+    is_new = start + jnp.arange(size, dtype=jnp.int32) >= index * size
     valid = (positions >= 0) & is_new[None, None]
 
     def chunk(
@@ -188,7 +188,9 @@ def _attend(
     return jax.lax.switch(branch, branches, seen), None
 
   seen = Online.none(queries.shape[:-1], values.shape[-1])
-  seen, _ = jax.lax.scan(visit, seen, jnp.arange(-(-slots // size)))
+  seen, _ = jax.lax.scan(
+    visit, seen, jnp.arange(-(-slots // size), dtype=jnp.int32)
+  )
   partial = seen.partial(queries.dtype)
   return jax.tree.map(
     lambda x: x.reshape(rows, kv_heads, group, length, *x.shape[3:]), partial

@@ -58,5 +58,5 @@ def in_query_chunks(
     joined = chunked.reshape(batch, heads, chunks * size, *chunked.shape[5:])
     return joined[:, :, :length]
 
-  output, lse = jax.lax.map(one_chunk, jnp.arange(chunks))
+  output, lse = jax.lax.map(one_chunk, jnp.arange(chunks, dtype=jnp.int32))
   return Partial(join(output), join(lse))

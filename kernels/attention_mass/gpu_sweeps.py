@@ -219,7 +219,7 @@ def _ends(
   )
   index = jnp.arange(columns.shape[2], dtype=jnp.int32)
   if chunk:
-    row_chunk = jnp.arange(rows.shape[2]) * ROWS // chunk
+    row_chunk = jnp.arange(rows.shape[2], dtype=jnp.int32) * ROWS // chunk
     theirs = index * COLUMNS // chunk
     needed &= (row_chunk[:, None] == theirs[None])[None, None]
   # With positions out of order, needed tiles may have gaps: the range covers

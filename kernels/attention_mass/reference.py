@@ -35,7 +35,7 @@ def chunk_mass_reference(
   scale: float,
 ) -> Float[Array, "B N T"]:
   """Computes `attention_mass.api.chunk_mass` in O(T T) memory."""
-  number = jnp.arange(valid.shape[-1]) // chunk
+  number = jnp.arange(valid.shape[-1], dtype=jnp.int32) // chunk
   together = number[:, None] == number[None]
   visible = together[None, None] & valid[..., None] & valid[:, :, None]
   return _mass(queries, keys, visible, scale)

@@ -64,7 +64,7 @@ class Plan(NamedTuple):
     has_started = source_starts[:, :, None] <= first[..., None]
     has_started &= (source_starts < size)[:, :, None]
     return cls(
-      source=jnp.sum(has_started.astype(jnp.int32), axis=-1),
+      source=jnp.sum(has_started, axis=-1, dtype=jnp.int32),
       # Empty steps stay at the last tile, which is then not moved again.
       target=jnp.minimum(first, size - 1) // write,
       first=jnp.pad(first, ((0, 0), (0, 0), (0, 1)), constant_values=size),

@@ -33,7 +33,9 @@ def paged_attention_reference(
 
   logits = jnp.einsum("bnsd,btd->bnst", queries.astype(jnp.float32), flat(keys))
   logits = options.cap(logits * options.scale_of(dim))
-  kv_head = jnp.arange(query_heads) // (query_heads // kv_heads)
+  kv_head = jnp.arange(query_heads, dtype=jnp.int32) // (
+    query_heads // kv_heads
+  )
   same_head = valid[:, None] & (owner[:, None] == kv_head[None, :, None])
   causal = options.visible(query_positions[..., None], positions[:, None])
   visible = same_head[:, :, None] & causal[:, None]

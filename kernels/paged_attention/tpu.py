@@ -142,7 +142,7 @@ def _call(
   block = min(_block(), slots)
   blocks = slots // block
   visible = operands.owners.reshape(batch, blocks, block) >= 0
-  counts = jnp.sum(visible.astype(jnp.int32), axis=-1)
+  counts = jnp.sum(visible, axis=-1, dtype=jnp.int32)
   numbers = jnp.arange(blocks, dtype=jnp.int32)
   # Index of a block, 0 if none is visible; then `counts` skips block 0.
   last = jnp.max(jnp.where(counts > 0, numbers[None], 0), axis=-1)

@@ -73,7 +73,7 @@ def _attend_in_parts(
     part = jax.tree.map(
       lambda x: jax.lax.dynamic_slice_in_dim(x, start, size, 1), pages
     )
-    unread = start + jnp.arange(size) >= index * size
+    unread = start + jnp.arange(size, dtype=jnp.int32) >= index * size
     part = part._replace(heads=jnp.where(unread[None], part.heads, -1))
     update = _attend(queries_f32, query_positions, part, options)
     return merge(partial, update), None
@@ -84,7 +84,9 @@ def _attend_in_parts(
     jnp.zeros((*queries_f32.shape[:-1], pages.values.shape[-1]), jnp.float32),
     jnp.full(queries_f32.shape[:-1], -jnp.inf, jnp.float32),
   )
-  partial, _ = jax.lax.scan(visit, empty, jnp.arange(-(-count // size)))
+  partial, _ = jax.lax.scan(
+    visit, empty, jnp.arange(-(-count // size), dtype=jnp.int32)
+  )
   return Partial(partial.output.astype(queries.dtype), partial.lse)
 
 
@@ -114,7 +116,10 @@ def _attend(
   logits = jnp.where(visible[:, :, None], logits, -jnp.inf)
 
   # All pages of a head share one maximum, so that their sums just add up.
-  owns = heads[..., None] == jnp.arange(queries.shape[1])[None, None]
+  owns = (
+    heads[..., None]
+    == jnp.arange(queries.shape[1], dtype=jnp.int32)[None, None]
+  )
   largest = jnp.where(
     owns[..., None, None], jnp.max(logits, axis=-1)[:, :, None], -jnp.inf
   )

@@ -144,7 +144,7 @@ def _rank(
   _, best_first = jax.lax.sort(
     (-_choose(ranked, bits, -1), candidates), num_keys=1, is_stable=True
   )
-  available = jnp.sum(ranked.astype(jnp.int32), axis=-1, keepdims=True)
+  available = jnp.sum(ranked, axis=-1, keepdims=True, dtype=jnp.int32)
 
   def pick(count: Int[Array, "B K 1"], size: int) -> Int[Array, "B K M"]:
     chosen = places[..., :size] < jnp.minimum(count, available)

@@ -43,5 +43,8 @@ def sparse_decode_reference(
 
   over_heads = jax.vmap(one_head, in_axes=(None, 0))
   over_rows = jax.vmap(over_heads, in_axes=(0, None))
-  output, lse = over_rows(jnp.arange(queries.shape[0]), jnp.arange(heads))
+  output, lse = over_rows(
+    jnp.arange(queries.shape[0], dtype=jnp.int32),
+    jnp.arange(heads, dtype=jnp.int32),
+  )
   return Partial(output.astype(queries.dtype), lse)

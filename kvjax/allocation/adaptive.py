@@ -198,7 +198,7 @@ class Adaptive(Allocation):
 
 
 def _count(slots: Bool[Array, "B K T"]) -> Int[Array, "B K"]:
-  return jnp.sum(slots.astype(jnp.int32), axis=-1)
+  return jnp.sum(slots, axis=-1, dtype=jnp.int32)
 
 
 def _best_after(

@@ -33,7 +33,7 @@ class Partitions:
   def of(cls, cache: LayerCache, sinks: int, lag: int) -> "Partitions":
     """Finds the partitions by positions, after any number of evictions."""
     valid = cache.valid
-    index = jnp.cumsum(valid.astype(jnp.int32), axis=-1) - 1
+    index = jnp.cumsum(valid, axis=-1, dtype=jnp.int32) - 1
     # Number of tokens evicted before each kept one. No token is missing after
     # the first one with the highest number.
     num_evicted = jnp.where(valid, cache.positions - index, -1)
@@ -45,7 +45,7 @@ class Partitions:
     run = jnp.where(last_run, cache.positions, total[..., None])
     first = jnp.maximum(jnp.min(run, axis=-1) - sinks, 0)
     begin = sinks + (first + lag - 1) // lag * lag
-    count = jnp.sum(valid.astype(jnp.int32), axis=-1)
+    count = jnp.sum(valid, axis=-1, dtype=jnp.int32)
     return cls(
       index=index,
       count=count,
@@ -66,7 +66,10 @@ class Partitions:
   def slots(self, cache: LayerCache, count: int) -> Int[Array, "B K P L"]:
     """Slots of the first `count` partitions; arbitrary beyond the last."""
     order = mask_to_slots(cache.valid, cache.capacity)
-    index = self.start[..., None] + jnp.arange(count * self.lag)[None, None]
+    index = (
+      self.start[..., None]
+      + jnp.arange(count * self.lag, dtype=jnp.int32)[None, None]
+    )
     # Slots beyond the last partition are arbitrary, but must be in range.
     index = jnp.minimum(index, cache.capacity - 1)
     slots = jnp.maximum(jnp.take_along_axis(order, index, axis=-1), 0)

@@ -82,7 +82,7 @@ class WholeModel(Allocation):
       totals: tokens that a row keeps of all heads.
     """
     protected = protected & valid
-    kept = jnp.sum(protected.astype(jnp.int32), axis=-1)
+    kept = jnp.sum(protected, axis=-1, dtype=jnp.int32)
     # Protected slots alone may be too many for the budget.
     kept = jnp.minimum(kept, (totals // scores.shape[1])[:, None])
     free = totals - jnp.sum(kept, axis=-1)

@@ -59,7 +59,7 @@ class Slots(Layer):
   @property
   def lengths(self) -> Int[Array, "*L B K"]:
     """Number of tokens per row and KV head."""
-    return jnp.sum(self.valid.astype(jnp.int32), axis=-1)
+    return jnp.sum(self.valid, axis=-1, dtype=jnp.int32)
 
   @property
   def valid(self) -> Bool[Array, "*L B K T"]:
@@ -256,7 +256,7 @@ class LayerCache(Slots):
     """Gathers the given slots, ascending, then -1 for empty slots."""
     kept = compact(self.keys, self.values, self.positions, self.received, slots)
     # All rows and heads share the cursor, so it follows the fullest of them.
-    counts = jnp.sum((kept.positions >= 0).astype(jnp.int32), axis=-1)
+    counts = jnp.sum(kept.positions >= 0, axis=-1, dtype=jnp.int32)
     return dataclasses.replace(self, cursor=jnp.max(counts), **kept._asdict())
 
 

@@ -39,7 +39,7 @@ class ObservationWindow:
     queries = jnp.concatenate([self.queries, activations.queries], axis=2)
     positions = jnp.concatenate([self.positions, activations.positions], axis=1)
     # Real queries are contiguous: they end the window and begin the block.
-    start = jnp.sum((activations.positions >= 0).astype(jnp.int32), axis=1)
+    start = jnp.sum(activations.positions >= 0, axis=1, dtype=jnp.int32)
     take = jax.lax.dynamic_slice_in_dim
     return ObservationWindow(
       jax.vmap(lambda x, at: take(x, at, width, axis=1))(queries, start),

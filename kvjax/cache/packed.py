@@ -111,8 +111,10 @@ class Pages:
 
   def lengths(self, kv_heads: int) -> Int[Array, "*L B K"]:
     """Number of tokens per row and KV head."""
-    valid = jnp.sum((self.positions >= 0).astype(jnp.int32), axis=-1)
-    heads = jnp.arange(kv_heads).reshape((1,) * self.heads.ndim + (-1,))
+    valid = jnp.sum(self.positions >= 0, axis=-1, dtype=jnp.int32)
+    heads = jnp.arange(kv_heads, dtype=jnp.int32).reshape(
+      (1,) * self.heads.ndim + (-1,)
+    )
     owns = self.heads[..., None] == heads
     return jnp.sum(jnp.where(owns, valid[..., None], 0), axis=-2)
 
@@ -281,7 +283,7 @@ def _layout(
 ) -> tuple[Int[Array, "B R"], Int[Array, "B R P"]]:
   """Assigns a head and its slots to every page; -1 for none."""
   batch, kv_heads, length = slots.shape
-  counts = jnp.sum((slots >= 0).astype(jnp.int32), axis=-1)
+  counts = jnp.sum(slots >= 0, axis=-1, dtype=jnp.int32)
   needed = (counts + page - 1) // page
   ends = jnp.cumsum(needed, axis=-1)
   count = page_count(total, kv_heads, page)
@@ -291,7 +293,7 @@ def _layout(
   ended = ends[:, None] <= number[None, :, None]
   # Page r is of the first head whose pages end after r, so heads without
   # tokens get none. Past the last head, this is K.
-  heads = jnp.sum(ended.astype(jnp.int32), axis=-1)
+  heads = jnp.sum(ended, axis=-1, dtype=jnp.int32)
   used = heads < kv_heads
   heads = jnp.where(used, heads, 0)
 

@@ -67,11 +67,11 @@ class PooledLayers(TailedLayer):
   def lengths(self) -> Int[Array, "L B K"]:
     """Number of tokens per layer, row and KV head."""
     layers, batch, kv_heads, _ = self.tail.positions.shape
-    valid = jnp.sum((self.pages.positions >= 0).astype(jnp.int32), axis=-1)
+    valid = jnp.sum(self.pages.positions >= 0, axis=-1, dtype=jnp.int32)
     owners = self.pages.heads
     # Beyond the last head, where nothing is counted.
     owners = jnp.where(owners >= 0, owners, layers * kv_heads)
-    rows = jnp.arange(batch)[None, :, None]
+    rows = jnp.arange(batch, dtype=jnp.int32)[None, :, None]
     counts = jnp.zeros((batch, layers * kv_heads), jnp.int32)
     counts = counts.at[rows, owners].add(valid, mode="drop")
     by_layer = counts.reshape(batch, layers, kv_heads)

@@ -82,7 +82,7 @@ def attend_to_best(
     The attention, and the candidates that the update lists.
   """
   # A row that may read all of its stored keys does so; they are the first ones.
-  stored = jnp.sum(store.valid.astype(jnp.int32), axis=-1)
+  stored = jnp.sum(store.valid, axis=-1, dtype=jnp.int32)
   return ranked_decode_host(
     queries,
     rows.keys,

@@ -200,7 +200,7 @@ def _or_everything(
   Short rows of a batch then attend to everything, as they would alone.
   """
   all_slots = store.list_all(selection.slots.shape[-1])
-  fits = jnp.sum(store.valid.astype(jnp.int32)) <= budget.num_keys
+  fits = jnp.sum(store.valid, dtype=jnp.int32) <= budget.num_keys
   bias = selection.bias
   if bias is not None:
     # MagicPIG's bias corrects for sampling; here every key is read.

@@ -69,7 +69,7 @@ class Ring:
     # Every arrived token is in the ring or, once replaced, in a spare slot.
     ring_valid = self.resident.valid[..., self.sinks :]
     valid = jnp.concatenate([ring_valid, self.spare_valid], axis=-1)
-    return jnp.sum(valid.astype(jnp.int32), axis=-1)
+    return jnp.sum(valid, axis=-1, dtype=jnp.int32)
 
   @property
   def ring_tokens(self) -> Int[Array, "B K W"]:
@@ -86,7 +86,7 @@ class Ring:
     # Tokens leave in the order of their arrival, so the i-th filled spare slot
     # holds token i.
     return jnp.maximum(
-      jnp.cumsum(self.spare_valid.astype(jnp.int32), axis=-1) - 1, 0
+      jnp.cumsum(self.spare_valid, axis=-1, dtype=jnp.int32) - 1, 0
     )
 
   def pending(self, positions: Int[Array, " B"], first: int) -> PendingKeys:
@@ -116,7 +116,7 @@ class Ring:
       The ring without the keys and values of the tokens that left, and these.
     """
     num_arrived = self.num_arrived[..., None]
-    real = jnp.sum(block.valid.astype(jnp.int32), axis=-1, keepdims=True)
+    real = jnp.sum(block.valid, axis=-1, keepdims=True, dtype=jnp.int32)
     stored, moved = self._evict(block.capacity, num_arrived, real)
     # The new tokens overwrite those that move. Unless the write depends on
     # the reads of these, XLA copies the ring.

@@ -332,7 +332,7 @@ class SparseLayer(Layer):
     slots = slots.reshape(*slots.shape[:2], -1)
     # As a mask, slots that several query heads list count once.
     visible = slots_to_mask(slots, self.stored.capacity)
-    return jnp.sum(visible.astype(jnp.int32), axis=-1)
+    return jnp.sum(visible, axis=-1, dtype=jnp.int32)
 
   def retrieve(
     self,

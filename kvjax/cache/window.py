@@ -60,7 +60,7 @@ class WindowLayer(Layer):
   @property
   def lengths(self) -> Int[Array, "*L B K"]:
     """Number of tokens per row and KV head."""
-    return jnp.sum((self.positions >= 0).astype(jnp.int32), axis=-1)
+    return jnp.sum(self.positions >= 0, axis=-1, dtype=jnp.int32)
 
   def grow(self, extra: int) -> "WindowLayer":
     """Returns the layer itself, as a ring needs no more room."""
@@ -89,7 +89,7 @@ class WindowLayer(Layer):
     layer = self.at(index)
     block_positions, window = activations.positions, layer.positions.shape[-1]
     # A row without tokens in the block has first = last = -1: `count` masks it.
-    count = jnp.sum((block_positions >= 0).astype(jnp.int32), axis=1)
+    count = jnp.sum(block_positions >= 0, axis=1, dtype=jnp.int32)
     first, last = block_positions[:, 0], jnp.max(block_positions, axis=1)
     slot = jnp.arange(window, dtype=jnp.int32)[None]
     # The newest position that belongs in each slot.

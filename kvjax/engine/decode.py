@@ -179,7 +179,7 @@ def decode(
     loop = until_eviction(loop)
   else:
     loop = jax.lax.while_loop(unfinished, with_eviction, loop)
-  lengths = jnp.sum((loop.tokens >= 0).astype(jnp.int32), axis=1)
+  lengths = jnp.sum(loop.tokens >= 0, axis=1, dtype=jnp.int32)
   return DecodedTokens(loop.tokens, lengths), loop.cache
 
 

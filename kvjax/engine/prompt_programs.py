@@ -35,9 +35,6 @@ def embed(
   return shard_tokens(model.embed(params, tokens, positions), tokens.shape)
 
 
-@functools.partial(
-  jax.jit, static_argnames=("model", "how"), donate_argnames=("hidden",)
-)
 def forward_layer(
   stack: PyTree,
   index: Int[Array, ""],
@@ -53,7 +50,7 @@ def forward_layer(
   Args:
     stack: stack of weights that contains the layer.
     index: index of the layer in the stack.
-    hidden: hidden states after the previous layer; donated.
+    hidden: hidden states after the previous layer.
     shared: arrays that all layers share.
     positions: positions of the tokens.
     model: the functions.
@@ -84,6 +81,13 @@ def forward_layer(
   return hidden, activations if spec.cache else None
 
 
+_forward_layer = jax.jit(forward_layer, static_argnames=("model", "how"))
+# Donates the hidden states before the layer.
+_forward_layer_once = jax.jit(
+  forward_layer, static_argnames=("model", "how"), donate_argnames=("hidden",)
+)
+
+
 def forward_layers(
   model: Model, params: PyTree, prompts: Prompts, optional: Collection[str]
 ) -> Iterator[tuple[Float[Array, "B S E"], Activations | None]]:
@@ -96,7 +100,7 @@ def forward_layers(
     optional: the optional activations to yield.
 
   Yields:
-    The hidden states after each layer, which the next one donates, and its
+    The hidden states after each layer, which the next one may donate, and its
     activations; None if it has no cache.
   """
   geometry, tokens = model.geometry, jnp.asarray(prompts.tokens)
@@ -104,8 +108,9 @@ def forward_layers(
   places = positions(lengths, tokens.shape[1])
   hidden, shared = embed(model, params, tokens, places)
   weights = layer_stacks(model, params)
+  run = _forward_layer if is_traced(params) else _forward_layer_once
   for layer, spec in enumerate(geometry.layers):
-    hidden, activations = forward_layer(
+    hidden, activations = run(
       weights[spec.weights],
       np.int32(geometry.weight_index[layer]),
       hidden,
@@ -115,6 +120,11 @@ def forward_layers(
       how=(spec, frozenset(optional)),
     )
     yield hidden, activations
+
+
+def is_traced(params: PyTree) -> bool:
+  """Whether a gradient is taken, which needs hidden states again."""
+  return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(params))
 
 
 @functools.partial(jax.jit, static_argnames=("model", "measured"))
@@ -127,11 +137,12 @@ def head(
   model: Model,
   measured: bool,
 ) -> tuple[Float[Array, "B V"], Float[Array, "2 B"]]:
-  """Logits after each row's last token; NLL(c) and tail NLL if requested."""
+  """Logits after each row's last token; NLL(c) and tail NLL, or zeros."""
   last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)
   logits = model.logits(params, model.normalize(params, last)[:, 0])
   if not measured:
-    return logits, jnp.full((2, *lengths.shape), jnp.nan)
+    # No NaN, which `jax_debug_nans` would take for an error.
+    return logits, jnp.zeros((2, *lengths.shape))
   hidden = model.normalize(params, hidden)
   nll = prompt_and_tail_nll(model, params, hidden, tokens, lengths, TAIL)
   return logits, nll

@@ -190,7 +190,7 @@ def _common_prefix(
   index = jnp.arange(len(ids), dtype=jnp.int32)[None]
   same = tokens[:, : len(ids)] == jnp.array(ids, tokens.dtype).reshape(1, -1)
   same = same & (index < lengths[:, None])
-  return jnp.sum(jnp.cumprod(same.astype(jnp.int32), axis=1), axis=1)
+  return jnp.sum(jnp.cumprod(same, axis=1, dtype=jnp.int32), axis=1)
 
 
 @functools.partial(jax.jit, static_argnames=("length",))

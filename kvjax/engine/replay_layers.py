@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from kvjax.activations import Activations
 from kvjax.engine.model_layers import index_layer, run_block
+from kvjax.engine.prompt_programs import is_traced
 from kvjax.kernels.attention import (
   Partial,
   merge,
@@ -122,13 +123,12 @@ class Pass(NamedTuple):
   hows: tuple[How, ...]
 
   def run(self, hidden: Float[Array, "B R E"]) -> list[Scores]:
-    """Runs all layers, and scores the chunk in each; donates the states."""
+    """Runs all layers, and scores the chunk in each."""
     scores = []
+    run = _replay_layer if is_traced(self.stacks) else _replay_layer_once
     for layer, how in enumerate(self.hows):
       given = self.given(layer)
-      hidden, found = _replay_layer_once(
-        hidden, given, model=self.model, how=how
-      )
+      hidden, found = run(hidden, given, model=self.model, how=how)
       scores.append(found)
     return scores
 
@@ -173,7 +173,8 @@ def replay_layer(
   return hidden, scores if how.spec.cache else ()
 
 
-# Donates the hidden states before the layer, for replays that need them once.
+_replay_layer = jax.jit(replay_layer, static_argnames=("model", "how"))
+# Donates the hidden states before the layer.
 _replay_layer_once = jax.jit(
   replay_layer, static_argnames=("model", "how"), donate_argnames=("hidden",)
 )

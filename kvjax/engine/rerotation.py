@@ -107,7 +107,7 @@ def close_gaps(rotation: Rerotate, layer: LayerCache) -> LayerCache:
 
 def _order(layer: LayerCache) -> Int[Array, "B K T"]:
   valid = layer.valid
-  return jnp.cumsum(valid.astype(jnp.int32), axis=-1) - 1
+  return jnp.cumsum(valid, axis=-1, dtype=jnp.int32) - 1
 
 
 def _move_to(

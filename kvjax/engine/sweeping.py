@@ -63,7 +63,7 @@ class Requested(NamedTuple):
   """The features to measure in a sweep.
 
   Attributes:
-    likelihood: whether to compute likelihoods; if not, they are NaN.
+    likelihood: whether to compute likelihoods; if not, they are zeros.
     scores: evaluations the shape of whose scores is computed, in an order that
       all hosts of a mesh share.
   """

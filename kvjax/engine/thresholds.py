@@ -146,5 +146,5 @@ def _count(
     budget = LayerBudget(cache.lengths, cache.capacity, protected=protected)
     stays = budget.must_keep(cache) | method.protected(cache, budget.per_head)
     kept = cache.valid & (stays | (finite(of_layer) >= least))
-    counts.append(jnp.sum(kept.astype(jnp.int32), axis=-1))
+    counts.append(jnp.sum(kept, axis=-1, dtype=jnp.int32))
   return counts

@@ -89,10 +89,10 @@ class ChunkKV(Method):
     must_keep &= ~window
     # `newest` shortens the window only where no chunk fits, so W counts. A
     # protected token may also be in a chosen chunk: this is an upper bound.
-    taken = self.window + jnp.sum(must_keep.astype(jnp.int32), axis=-1)
+    taken = self.window + jnp.sum(must_keep, axis=-1, dtype=jnp.int32)
     num_chunks = jnp.maximum(budget.per_head - taken, 0) // self.chunk
     # A row that fits the budget also keeps its incomplete last chunk.
-    fits = jnp.sum(valid.astype(jnp.int32), axis=-1) <= budget.per_head
+    fits = jnp.sum(valid, axis=-1, dtype=jnp.int32) <= budget.per_head
     chosen = among_largest(scores, num_chunks) | fits[..., None]
     slots = cache.capacity
     per_token = self._tokens(chosen, slots)

@@ -163,7 +163,7 @@ class Compactor(Method):
     # Not in `evaluate`, as the weight of `blend_removed` depends on the budget.
     blended = self._blend(scores, valid, budget)
     if self.spread == "layer":
-      protected = jnp.sum(ends.astype(jnp.int32), axis=-1)
+      protected = jnp.sum(ends, axis=-1, dtype=jnp.int32)
       protected = jnp.minimum(protected, counts[:, None])
       kv_heads = valid.shape[1]
       total = budget.total
@@ -203,7 +203,7 @@ class Compactor(Method):
     """Adds both scores, with the weight that the options define."""
     counts = budget.counts
     # Heads of a whole prompt have the same tokens; the first stands for all.
-    length = jnp.sum(valid[:, 0].astype(jnp.int32), axis=-1)
+    length = jnp.sum(valid[:, 0], axis=-1, dtype=jnp.int32)
     blend = jnp.full(counts.shape, self.blend, jnp.float32)
     if self.blend_removed:
       share = budget.share

@@ -84,7 +84,7 @@ class Cur(HeadwiseMethod):
     if not self.block:
       return _divide(norms, jnp.sum(norms, keepdims=True))
     # By the number of the token, as rows may have empty slots between tokens.
-    number = jnp.maximum(jnp.cumsum(valid.astype(jnp.int32)) - 1, 0)
+    number = jnp.maximum(jnp.cumsum(valid, dtype=jnp.int32) - 1, 0)
     block = number // self.block
     sums = jax.ops.segment_sum(norms, block, -(-len(norms) // self.block))
     return _divide(norms, sums[block])

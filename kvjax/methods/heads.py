@@ -62,7 +62,7 @@ def window_queries(
       f"Traits(window={window}) to evict in blocks or while decoding."
     )
   size = min(window, length)
-  real = jnp.sum((activations.positions >= 0).astype(jnp.int32), axis=1)
+  real = jnp.sum(activations.positions >= 0, axis=1, dtype=jnp.int32)
   # Padding is at the end of a block; a row with few queries includes some.
   start = jnp.clip(real - size, 0, length - size)
   # By index, as devices that share out the tokens gather what they have.

@@ -151,7 +151,7 @@ class LagKV(Method):
   def _partitions(self, cache: LayerCache) -> Partitions:
     if self.mode == "kvpress":
       # Split as if nothing had been evicted before.
-      index = jnp.cumsum(cache.valid.astype(jnp.int32), axis=-1) - 1
+      index = jnp.cumsum(cache.valid, axis=-1, dtype=jnp.int32) - 1
       places = jnp.where(cache.valid, index, -1)
       cache = dataclasses.replace(cache, positions=places)
     return Partitions.of(cache, self.sinks, self.lag)

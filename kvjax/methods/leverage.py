@@ -22,7 +22,9 @@ def draw_factors(
   if kind == "none":
     return None
   draw = gaussian_sketch if kind == "gaussian" else hadamard_sketch
-  keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(heads))
+  keys = jax.vmap(jax.random.fold_in, (None, 0))(
+    key, jnp.arange(heads, dtype=jnp.int32)
+  )
   return jax.vmap(lambda head: draw(head, dim, width))(keys)
 
 
@@ -43,7 +45,7 @@ def hadamard_sketch(key: Array, dim: int, width: int) -> Float[Array, "D k"]:
   columns = jax.random.choice(
     column_key, size, (min(width, size),), replace=False
   )
-  rows = jnp.arange(dim)[:, None]
+  rows = jnp.arange(dim, dtype=jnp.int32)[:, None]
   # Entry (i, j) of the Walsh-Hadamard matrix is -1 to the bits i and j share.
   shared = jax.lax.population_count(rows & columns[None]) % 2
   hadamard = 1.0 - 2.0 * shared.astype(jnp.float32)

@@ -141,7 +141,7 @@ class ProtoKV(Method):
     """Ranks the prefix tokens of every head."""
     heads = heads_of(cache, activations)
     key = jax.random.fold_in(jax.random.key(self.seed), layer)
-    index = jnp.arange(heads.positions.shape[1])
+    index = jnp.arange(heads.positions.shape[1], dtype=jnp.int32)
     keys = jax.vmap(jax.random.fold_in, (None, 0))(key, index)
     token_scores = self._score_tokens(heads, cache, activations)
     queries = self._queries(cache, activations)
@@ -163,7 +163,7 @@ class ProtoKV(Method):
     window = newest(valid, must_keep, budget.per_head, self.window)
     must_keep &= ~window
     # `newest` shortens the window only where nothing else fits: W counts.
-    taken = self.window + jnp.sum(must_keep.astype(jnp.int32), axis=-1)
+    taken = self.window + jnp.sum(must_keep, axis=-1, dtype=jnp.int32)
     remaining = jnp.maximum(budget.per_head - taken, 0)
     prefix = valid & (age(valid) > self.window)
     select_head = functools.partial(select_fitting, cut=self.cut)
@@ -267,7 +267,7 @@ class ProtoKV(Method):
 
   def _limit(self, tokens: Bool[Array, " T"]) -> Int[Array, ""]:
     """Number of prototypes that so many tokens have."""
-    count = jnp.sum(tokens.astype(jnp.int32))
+    count = jnp.sum(tokens, dtype=jnp.int32)
     return -(-count // self.tokens_per_prototype)
 
   @property

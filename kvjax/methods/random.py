@@ -38,7 +38,9 @@ class Random(ScoringMethod):
     del activations
     key = jax.random.fold_in(jax.random.key(self.seed), layer)
     kv_heads = cache.positions.shape[1]
-    heads = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(kv_heads))
+    heads = jax.vmap(jax.random.fold_in, (None, 0))(
+      key, jnp.arange(kv_heads, dtype=jnp.int32)
+    )
 
     dim = cache.keys.shape[-1]
     factors = jax.random.bits(key, (1, 1, 1, dim), jnp.uint32)

@@ -143,7 +143,7 @@ def select_fitting(
   if cut == "none":
     return ends[ranking.cluster] <= budget
   if cut in ("score", "position"):
-    num_whole = jnp.sum((ends <= budget).astype(jnp.int32))
+    num_whole = jnp.sum(ends <= budget, dtype=jnp.int32)
     full = jnp.max(ends, initial=0, where=ends <= budget)
     of_cut = jnp.where(ranking.cluster == num_whole, ranking.inside, -jnp.inf)
     return (ranking.cluster < num_whole) | among_largest(of_cut, budget - full)

@@ -167,7 +167,7 @@ class RKV(ScoringMethod):
     slots = jax.lax.broadcasted_iota(jnp.int32, similar.shape, 3)
     newest = self.spared == "last"
     if self.spared_share:
-      count = jnp.sum(valid.astype(jnp.int32), axis=-1)
+      count = jnp.sum(valid, axis=-1, dtype=jnp.int32)
       rank = jnp.maximum(floor_share(count, self.spared_share), 1)
       order = jax.lax.cumsum(
         similar.astype(jnp.int32), axis=similar.ndim - 1, reverse=newest

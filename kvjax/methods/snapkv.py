@@ -159,6 +159,6 @@ def pool(
     in_order, jnp.float32(start), operation, (1, 1, width), (1, 1, 1), "SAME"
   )
   # Back from the place among the tokens to the slot.
-  number = jnp.cumsum(valid.astype(jnp.int32), axis=-1) - 1
+  number = jnp.cumsum(valid, axis=-1, dtype=jnp.int32) - 1
   pooled = take(pooled, jnp.maximum(number, 0))
   return pooled / kernel if pooling == "avg" else pooled

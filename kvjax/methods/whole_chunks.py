@@ -106,7 +106,7 @@ class WholeChunks(Method):
     valid, must_keep = cache.valid, budget.must_keep(cache)
     per_token = ranking.group_scores(scores, cache, budget)
     per_token = jnp.where(valid, per_token, 0.0)
-    taken = jnp.sum(must_keep.astype(jnp.int32), axis=-1)
+    taken = jnp.sum(must_keep, axis=-1, dtype=jnp.int32)
     # What the user protects may also be in a chosen chunk: `taken` is an upper
     # bound, so that the budget holds.
     num_chunks = jnp.maximum(budget.per_head - taken, 0) // self.chunk
@@ -118,7 +118,7 @@ class WholeChunks(Method):
     width = min(self.chunk, slots)
     kept = jnp.repeat(chosen, width, axis=-1)[..., :slots] | must_keep
     # A row that fits the budget also keeps an incomplete last chunk.
-    fits = jnp.sum(valid.astype(jnp.int32), axis=-1) <= budget.per_head
+    fits = jnp.sum(valid, axis=-1, dtype=jnp.int32) <= budget.per_head
     kept = valid & (kept | fits[..., None])
     whole = mask_to_slots(kept, budget.capacity)
     # Rows differ in which of the two applies, so both are computed.

@@ -146,7 +146,7 @@ class Store:
     if self.late_numbers is not None:
       return mask_to_slots(self.valid, size)
     # Without late slots, valid ones are the first, and no search is needed.
-    count = jnp.sum(self.valid.astype(jnp.int32), axis=-1, keepdims=True)
+    count = jnp.sum(self.valid, axis=-1, keepdims=True, dtype=jnp.int32)
     slots = jnp.arange(size, dtype=jnp.int32)
     return jnp.where(slots < count, slots, -1)
 

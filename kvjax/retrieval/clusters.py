@@ -97,10 +97,10 @@ class ClusterRetrieval(Retrieval):
       valid = prompt.head.valid
       # Shapes follow the padded length.
       max_clusters = valid.shape[0] // self.cluster_tokens
-      num_clusters = jnp.sum(valid.astype(jnp.int32)) // self.cluster_tokens
+      num_clusters = jnp.sum(valid, dtype=jnp.int32) // self.cluster_tokens
     max_clusters = min(max(max_clusters, 1), slots)
     # The number of clusters follows the row's length, not the padded length.
-    keys_stored = jnp.sum(stored.astype(jnp.int32))
+    keys_stored = jnp.sum(stored, dtype=jnp.int32)
     num_clusters = jnp.clip(num_clusters, 1, jnp.maximum(keys_stored, 1))
     centers, exists = kmeans(
       points,

@@ -144,7 +144,7 @@ class CTkvr(Retrieval):
     """Chooses the centroids and builds their lists."""
     head = prompt.head
     length = head.query_positions.shape[0]
-    tokens = jnp.sum((head.query_positions >= 0).astype(jnp.int32))
+    tokens = jnp.sum(head.query_positions >= 0, dtype=jnp.int32)
     max_centroids = self.centroids or min(_MAX_CENTROIDS, length // 16)
     size = jnp.full((), self.centroids, jnp.int32)
     if not self.centroids:
@@ -152,7 +152,7 @@ class CTkvr(Retrieval):
     size = jnp.clip(size, 1, jnp.maximum(tokens, 1))
     max_centroids = min(max(max_centroids, 1), length)
     indices = self._choose(prompt, length, tokens, size)[:max_centroids]
-    real = jnp.arange(max_centroids) < size
+    real = jnp.arange(max_centroids, dtype=jnp.int32) < size
     queries = head.queries[:, indices].astype(jnp.float32)
     queries = jnp.where(real[None, :, None], queries, 0.0)
     max_length = math.floor(exact_share(self.list_ratio) * budget.max_keys)
@@ -325,7 +325,7 @@ class CTkvr(Retrieval):
       return stored
     # Resident tokens after them continue the numbers of the stored tokens.
     empty = (
-      prompt.end - prompt.start - jnp.sum(prompt.retrievable.astype(jnp.int32))
+      prompt.end - prompt.start - jnp.sum(prompt.retrievable, dtype=jnp.int32)
     )
     # Late slots begin at `end`, but a short row's retrievable slots end before
     # it: numbers skip that gap.
@@ -342,7 +342,7 @@ class CTkvr(Retrieval):
     """Returns the lists of the nearest centroids, concatenated."""
     centroids = index.centroids.astype(jnp.float32)
     near = jnp.max(jnp.einsum("gcd,gd->gc", centroids, direction), axis=0)
-    real = jnp.arange(near.shape[0]) < index.size
+    real = jnp.arange(near.shape[0], dtype=jnp.int32) < index.size
     probes = self._num_probed(index)
     near = jnp.where(real, near, -jnp.inf)
     lists = largest(near, jnp.asarray(probes), probes)

@@ -104,7 +104,7 @@ class MagicPIG(Retrieval):
     """Selects all keys that collide with some head in two tables."""
     query_codes = jax.vmap(self._codes, (None, 0))(queries, index.planes)
     equal = query_codes[:, :, None] == index.codes[:, None]
-    collides = jnp.sum(equal.astype(jnp.int32), axis=0) >= 2
+    collides = jnp.sum(equal, axis=0, dtype=jnp.int32) >= 2
     sampled = collides & store.valid[None]
     assert store.keys is not None
     keys = store.keys.astype(jnp.float32) - index.mean[None]

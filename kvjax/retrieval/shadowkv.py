@@ -86,7 +86,7 @@ class ShadowKV(Paged):
     scores = max_attention(queries, means, regular)
     # No softmax weight is above 1: outliers come first.
     scores = jnp.where(index.outliers, 2.0, scores)
-    outliers = jnp.sum(index.outliers.astype(jnp.int32))
+    outliers = jnp.sum(index.outliers, dtype=jnp.int32)
     # Rounded up, so that a row that may read all of its keys can do so.
     max_pages = self.outliers + -(-budget.max_keys // self.page)
     num_pages = outliers + budget.num_keys // self.page

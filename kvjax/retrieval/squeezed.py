@@ -75,7 +75,7 @@ class SqueezedAttention(ClusterRetrieval):
   def index(self, prompt: Prompt, budget: KeyBudget) -> Squeezed:
     """Clusters the keys and stores the prompt's last queries."""
     head = prompt.head
-    tokens = jnp.sum((head.query_positions >= 0).astype(jnp.int32))
+    tokens = jnp.sum(head.query_positions >= 0, dtype=jnp.int32)
     place = jnp.arange(self.window, dtype=jnp.int32)
     # The last token with this place in the ring; negative if there is none.
     number = tokens - 1 - (tokens - 1 - place) % self.window
@@ -122,5 +122,5 @@ def _log_shares(index: Squeezed) -> Float[Array, "G C"]:
   sizes = jnp.log(index.clusters.sizes.astype(jnp.float32))
   total = jax.nn.logsumexp(logits + sizes[None, None], axis=-1, keepdims=True)
   # Places fill up in order. A sum ranks like the mean over these queries.
-  filled = jnp.arange(queries.shape[1]) < index.tokens
+  filled = jnp.arange(queries.shape[1], dtype=jnp.int32) < index.tokens
   return jax.nn.logsumexp(logits - total, axis=1, where=filled[None, :, None])

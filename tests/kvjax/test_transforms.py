@@ -1,0 +1,69 @@
+"""Gradients, debugging modes and donation, as users of JAX expect them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.testing import TinyModel
+
+MODEL = TinyModel()
+PROMPTS = kvjax.Prompts.of([[*range(1, 30)], [*range(3, 20)]])
+PLANS = [
+  kvjax.get_plan(name, kvjax.Tokens(count))
+  for name in ("keydiff", "kvzip")
+  for count in (20, 24)
+]
+
+
+@pytest.fixture(scope="module")
+def params():
+  return MODEL.init()
+
+
+@pytest.mark.parametrize("plan", PLANS[::2], ids=lambda plan: plan.label)
+def test_gradients_outside_of_jit_are_those_inside(params, plan):
+  """The layers' hidden states are needed again, so none may be donated."""
+
+  def loss(params, plan):
+    _, logits = kvjax.prefill(MODEL, params, PROMPTS, plan)
+    return jnp.sum(jnp.square(logits))
+
+  eager = jax.grad(loss)(params, plan)
+  # Logits are of the whole prompt, whichever method compresses it afterwards.
+  inside = jax.jit(jax.grad(lambda params: loss(params, PLANS[0])))(params)
+  for found, expected in zip(
+    *map(jax.tree.leaves, (eager, inside)), strict=True
+  ):
+    np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-4)
+
+
+def test_no_array_of_a_prefill_is_taken_for_a_fault(params):
+  with jax.debug_nans(True):
+    _, logits = kvjax.prefill(MODEL, params, PROMPTS, PLANS[0])
+  assert np.isfinite(logits).all()
+
+
+@pytest.mark.parametrize("block", [None, 8])
+def test_caches_share_no_array_with_each_other_or_the_prompts(params, block):
+  """Each of them may be donated, by `generate(keep=True)`."""
+  protected = np.zeros(PROMPTS.tokens.shape, bool)
+  protected[:, :2] = True
+  prompts = kvjax.Prompts(
+    jnp.asarray(PROMPTS.tokens), jnp.asarray(PROMPTS.lengths), protected
+  )
+  if block is None:
+    plans = [
+      kvjax.get_plan("keydiff", kvjax.Tokens(n), kvjax.Schedule(every=1))
+      for n in (20, 24)
+    ]
+    caches, _ = kvjax.sweep(MODEL, params, prompts, plans)
+  else:
+    plan = kvjax.get_plan(
+      "keydiff", kvjax.Tokens(20), kvjax.Schedule(block, every=1)
+    )
+    caches = (kvjax.prefill(MODEL, params, prompts, plan)[0],)
+  leaves = jax.tree.leaves((caches, prompts.tokens, prompts.lengths))
+  places = [x.unsafe_buffer_pointer() for x in leaves if x.size]
+  assert len(set(places)) == len(places)
