@@ -105,7 +105,7 @@ def use(
   Args:
     implementation: "xla"; "pallas", which raises where a kernel declines; None
       uses the platform's kernels and falls back to XLA.
-    platform: the target to compile for; None is JAX's default backend.
+    platform: the target to compile for; None is that of JAX's default device.
     overrides: implementations of some of `OPERATIONS` by name, in place of
       `implementation`.
 
@@ -145,8 +145,16 @@ def uses_as_here() -> contextlib.AbstractContextManager[None]:
 
 
 def target_platform() -> str:
-  """Returns the platform to compile for: "cpu", "gpu" or "tpu"."""
-  return _platform.value or jax.default_backend()
+  """Returns the platform to compile for: "cpu", "gpu" or "tpu".
+
+  It is that of `use`, or else of `jax.default_device`.
+  """
+  device = jax.config.jax_default_device
+  if _platform.value is not None:
+    return _platform.value
+  if device is None:
+    return jax.default_backend()
+  return device if isinstance(device, str) else device.platform
 
 
 def dispatch(

@@ -127,7 +127,8 @@ def buckets(
   else:
     ones = projected > 0
   weights = 2 ** jnp.arange(bits - 1, -1, -1, dtype=jnp.int32)
-  return jnp.sum(ones * weights[None], axis=1, dtype=jnp.int32)
+  codes = ones.astype(jnp.int32) * weights[None]
+  return jnp.sum(codes, axis=1, dtype=jnp.int32)
 
 
 def _median_distance(

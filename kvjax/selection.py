@@ -3,12 +3,15 @@
 from fractions import Fraction
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.kernels.select import among_largest, largest
 from kvjax.kernels.select import mask_to_slots as mask_to_slots
 
 _HIGHEST = float(jnp.finfo(jnp.float32).max)
+# Below the scores of protected slots.
+_INFINITE = float(np.nextafter(np.float32(_HIGHEST), np.float32(0)))
 _LOWEST = float(jnp.finfo(jnp.float32).min)
 
 
@@ -24,7 +27,7 @@ def top_slots(
 
   Slots in `must_keep` come first, then protected slots, then all others. If
   there are too many protected slots, the newest of them are kept. Ties prefer
-  the lower slot. A score that is not finite counts as the lowest.
+  the lower slot. Infinity is the highest score; NaN counts as the lowest.
 
   Args:
     scores: one score per slot.
@@ -62,8 +65,9 @@ def head_counts(
 ) -> Int[Array, "B K"]:
   """Counts the slots of each head among the best of all heads together.
 
-  Ties prefer the lower slot, then the lower head. A score that is not finite
-  counts as the lowest. `top_slots` with these counts selects the best slots.
+  Ties prefer the lower slot, then the lower head. Infinity is the highest
+  score; NaN counts as the lowest. `top_slots` with these counts selects the
+  best slots.
 
   Args:
     scores: one score per slot, comparable between heads.
@@ -80,9 +84,9 @@ def head_counts(
 
 
 def finite(scores: Float[Array, "*B T"]) -> Float[Array, "*B T"]:
-  """Replaces scores that are not finite by the lowest float32."""
+  """Makes infinite scores large numbers, and NaN the lowest."""
   scores = scores.astype(jnp.float32)
-  return jnp.where(jnp.isfinite(scores), scores, _LOWEST)
+  return jnp.nan_to_num(scores, nan=_LOWEST, posinf=_INFINITE, neginf=_LOWEST)
 
 
 def age(valid: Bool[Array, "*B T"]) -> Int[Array, "*B T"]:

@@ -20,6 +20,10 @@ _LARGEST = Programs.of(xla.largest_xla)
 _TRUE = Programs.of(xla.mask_to_slots_xla)
 
 
+# Compiled, as eager calls of `custom_vmap` would compile again each time.
+@functools.partial(
+  jax.jit, static_argnames=("size", "implementation"), inline=True
+)
 def largest(
   scores: Float[Array, "*B T"],
   counts: Int[Array, "*B"],
@@ -46,6 +50,9 @@ def largest(
   )
 
 
+@functools.partial(
+  jax.jit, static_argnames=("size", "implementation"), inline=True
+)
 def mask_to_slots(
   mask: Bool[Array, "*B T"],
   size: int,
@@ -64,6 +71,7 @@ def mask_to_slots(
   return _list_slots(_TRUE, size, implementation, mask)
 
 
+@functools.partial(jax.jit, inline=True)
 def among_largest(
   scores: Float[Array, "*B T"], counts: Int[Array, "*B"]
 ) -> Bool[Array, "*B T"]:
@@ -74,6 +82,7 @@ def among_largest(
   return _run_unmapped(xla.among_largest_xla, _to_float32(scores), counts)
 
 
+@functools.partial(jax.jit, inline=True)
 def kth_largest(
   scores: Float[Array, "*B T"], counts: Int[Array, "*B"]
 ) -> Float[Array, "*B"]:

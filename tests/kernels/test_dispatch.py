@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import AxisType
 
 from kvjax import kernels
-from kvjax.kernels.dispatch import Programs, dispatch
+from kvjax.kernels.dispatch import Programs, dispatch, target_platform
 from kvjax.kernels.prompt_attention import api as prompt_attention_api
 from kvjax.kernels.specs import named_specs
 
@@ -49,6 +49,18 @@ def test_the_platform_or_the_user_chooses(implementation, platform, expected):
     assert run(WILLING).max() == expected
   with kernels.use(platform=platform):
     assert run(WILLING, implementation).max() == expected
+
+
+def test_programs_are_for_the_default_device(monkeypatch):
+  with jax.default_device("gpu"):
+    assert target_platform() == "gpu"
+    with kernels.use(platform="tpu"):
+      assert target_platform() == "tpu"
+  monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+  assert target_platform() == "gpu"
+  with jax.default_device(jax.devices("cpu")[0]):
+    assert target_platform() == "cpu"
+    assert run(WILLING).max() == 2
 
 
 def test_a_call_overrides_what_is_in_use():

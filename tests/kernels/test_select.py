@@ -193,3 +193,14 @@ def test_specs_are_of_their_shapes(spec):
     actual = jax.eval_shape(spec.run, *spec.shapes)
   read = sum(x.size * x.dtype.itemsize for x in spec.shapes)
   assert spec.ideal_bytes == read + actual.size * 4
+
+
+def test_a_second_eager_call_compiles_nothing():
+  scores = jnp.arange(3000.0)[None]
+  found = []
+  for count in (2, 3):
+    slots = largest(scores, jnp.array([count]), 4)
+    found.append((int((slots >= 0).sum()), largest._cache_size()))
+  (first, programs), (second, same) = found
+  assert (first, second) == (2, 3)
+  assert programs == same

@@ -389,7 +389,7 @@ class TestMethod:
     assert dtypes <= {jnp.dtype("float32"), jnp.dtype("int32")}
 
   def test_a_key_that_is_not_a_number_harms_its_own_row_only(self, name):
-    """Scores that are not finite count as the lowest."""
+    """Scores that are no numbers count as the lowest."""
     recipe = CASES[name]
     seen = activations(5)
     broken = dataclasses.replace(

@@ -17,7 +17,7 @@ def by_hand(scores, valid, protected, count):
   """One head, by Python's sort."""
   guarded = [i for i in range(len(scores)) if valid[i] and protected[i]]
   rest = [i for i in range(len(scores)) if valid[i] and not protected[i]]
-  worth = [s if np.isfinite(s) else -np.inf for s in scores]
+  worth = [-np.inf if np.isnan(s) else s for s in scores]
   rest.sort(key=lambda i: (-worth[i], i))
   kept = guarded[-count:] if len(guarded) >= count else guarded + rest
   return sorted(kept[:count])
@@ -40,6 +40,15 @@ def test_equals_a_sort(seed):
       ours = [int(i) for i in slots[b, k] if i >= 0]
       expected = by_hand(scores[b, k], valid[b, k], protected[b, k], counts[b])
       assert ours == expected
+
+
+def test_an_infinite_score_is_kept_after_protected_slots():
+  scores = jnp.asarray([[[jnp.inf, 2.0, 9.0, -jnp.inf, 1.0]]])
+  valid = jnp.ones(scores.shape, bool)
+  last = jnp.asarray([[[False, False, False, False, True]]])
+  for count, kept in ((1, [4]), (2, [0, 4]), (3, [0, 2, 4])):
+    slots = top_slots(scores, valid, last, jnp.asarray([count]), count)
+    assert slots.tolist() == [[kept]]
 
 
 def test_unfilled_slots_come_last():
