@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import itertools
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -54,8 +55,8 @@ class Decoding:
     stops: Any = self.stop_ids
     if isinstance(stops, str) or not isinstance(stops, Iterable):
       raise InputError(f"stop_ids must be a list of tokens, not {stops!r}.")
-    # Lists are not hashable, and this is part of what is compiled.
-    object.__setattr__(self, "stop_ids", tuple(stops))
+    # Lists and arrays are not hashable, and this is part of what is compiled.
+    object.__setattr__(self, "stop_ids", tuple(map(_stop_id, stops)))
     check_count("max_new_tokens", self.max_new_tokens)
 
   @property
@@ -63,6 +64,16 @@ class Decoding:
     """The same with room for so many tokens that few programs are compiled."""
     most = -(-self.max_new_tokens // _TOKENS) * _TOKENS
     return dataclasses.replace(self, max_new_tokens=most)
+
+
+def _stop_id(token: Any) -> int:
+  try:
+    # Integers of arrays pass, too.
+    return operator.index(token)
+  except TypeError:
+    raise InputError(
+      f"stop_ids must be token ids, as in [2]; {token!r} is none."
+    ) from None
 
 
 class DecodedTokens(NamedTuple):

@@ -4,6 +4,7 @@ import dataclasses
 import warnings
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -35,6 +36,10 @@ def prefilled(plan):
     (lambda: kvjax.Schedule(block=2.5), "block must be a whole number"),
     (lambda: kvjax.Schedule(every=1.5), "every must be a whole number"),
     (lambda: kvjax.Sampling(1.0, top_k=2.5), "top_k must be a whole number"),
+    (lambda: kvjax.Decoding(4, ["</s>"]), "as in .2.; '</s>' is none"),
+    (lambda: kvjax.Decoding(4, [2.5]), "must be token ids, .* 2.5 is none"),
+    (lambda: kvjax.Decoding(4, [None]), "must be token ids, .* None is none"),
+    (lambda: kvjax.Decoding(4, np.array([2.0])), "must be token ids, as in"),
     (
       lambda: kvjax.Prompts.of([[1.7, 2.2]]),
       "ids must be whole numbers; those of .1.7",
@@ -66,6 +71,19 @@ def test_prompts_may_be_an_array():
   np.testing.assert_array_equal(
     kvjax.Prompts.of(array).tokens, kvjax.Prompts.of(array.tolist()).tokens
   )
+
+
+@pytest.mark.usefixtures("untyped")
+@pytest.mark.parametrize(
+  "stops",
+  [np.array([2, 3]), jnp.array([2, 3]), [np.int64(2), jnp.int32(3)]],
+  ids=["NumPy", "JAX", "scalars"],
+)
+def test_stop_ids_may_be_integers_of_arrays(stops):
+  decoding = kvjax.Decoding(4, stops)
+  assert decoding == kvjax.Decoding(4, (2, 3))
+  assert {*map(type, decoding.stop_ids)} == {int}
+  assert hash(decoding) == hash(kvjax.Decoding(4, (2, 3)))
 
 
 @pytest.mark.usefixtures("untyped")
