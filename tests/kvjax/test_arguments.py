@@ -248,6 +248,25 @@ def test_a_prefill_takes_a_plan():
 
 
 @pytest.mark.parametrize(
+  ("name", "said"),
+  [
+    ("key_norm:skip_layers=99", "KeyL2Norm leaves layer 99 whole, .* is 1"),
+    ("lagkv.key_norm:skip_layers=0+2", "LagKV leaves layer 2 whole"),
+    ("quest:dense_layers=99", "Quest leaves layer 99 whole, .* layer is 1"),
+  ],
+)
+def test_layers_that_a_model_does_not_have_are_refused(name, said):
+  plan = kvjax.get_plan(name, kvjax.Tokens(9))
+  with pytest.raises(InputError, match=said):
+    prefilled(plan)
+
+
+def test_traits_name_no_negative_layer():
+  with pytest.raises(InputError, match="keeps whole must be .* -1 is not"):
+    kvjax.methods.Traits(keeps_layers=(-1,))
+
+
+@pytest.mark.parametrize(
   ("names", "kind", "said"),
   [
     (("data", "model"), "Explicit", "has data: Explicit, model: Explicit"),
