@@ -58,12 +58,27 @@ class Decoding:
     # Lists and arrays are not hashable, and this is part of what is compiled.
     object.__setattr__(self, "stop_ids", tuple(map(_stop_id, stops)))
     check_count("max_new_tokens", self.max_new_tokens)
+    sampling: Any = self.sampling
+    if not isinstance(sampling, Sampling):
+      raise InputError(
+        "Tokens are drawn by a kvjax.Sampling, which is greedy by default; "
+        f"{sampling!r} is none."
+      )
 
   @property
   def rounded(self) -> "Decoding":
     """The same with room for so many tokens that few programs are compiled."""
     most = -(-self.max_new_tokens // _TOKENS) * _TOKENS
     return dataclasses.replace(self, max_new_tokens=most)
+
+
+def check_decoding(decoding: Any) -> None:
+  """Refuses what is no `Decoding`, for callers without a type checker."""
+  if not isinstance(decoding, Decoding):
+    raise InputError(
+      "Options of decoding are those of kvjax.Decoding, as in "
+      f"kvjax.Decoding(max_new_tokens=64); {decoding!r} is none."
+    )
 
 
 def _stop_id(token: Any) -> int:

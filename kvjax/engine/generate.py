@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int, PyTree
 from kvjax.cache.cache import Cache
 from kvjax.cache.joining import group_caches, stack, unstack
 from kvjax.engine.capacity import (
+  check_caches,
   check_prompts,
   check_room,
   grow_for,
@@ -188,7 +189,8 @@ def generate(
     The generated tokens; a tuple of them for many caches.
 
   Raises:
-    InputError: rows, prompts and seeds differ in number, a seed does not fit 32
+    InputError: an argument has a wrong type, rows, prompts and seeds differ in
+      number, a seed does not fit 32
       bits, the model does not embed a token, the cache is of another model,
       context, prompt and answer together are longer than the model's context,
       or the cache has too little room.
@@ -212,6 +214,7 @@ def generate(
     >>> [answer.tokens.shape for answer in answers]
     [(2, 2), (2, 2)]
   """
+  check_caches(cache)
   request = Request(prompts, decoding, keep, seeds)
   if isinstance(cache, Cache):
     return generate_from(model, params, cache, request)

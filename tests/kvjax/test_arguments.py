@@ -247,6 +247,109 @@ def test_a_prefill_takes_a_plan():
     kvjax.prefill(MODEL, PARAMS, PROMPTS, "keydiff")
 
 
+KEYDIFF = kvjax.get_plan("keydiff", kvjax.Tokens(9))
+
+
+@pytest.mark.usefixtures("untyped")
+@pytest.mark.parametrize("given", [[[1, 2, 3]], "a text"], ids=["rows", "text"])
+def test_what_is_no_prompts_is_told_how_to_make_them(given):
+  cache = prefilled(KEYDIFF)
+  blocks = kvjax.get_plan("keydiff", kvjax.Tokens(9), kvjax.Schedule(block=8))
+  for call in (
+    lambda: kvjax.prefill(MODEL, PARAMS, given, KEYDIFF),
+    lambda: kvjax.prefill(MODEL, PARAMS, given, blocks),
+    lambda: kvjax.sweep(MODEL, PARAMS, given, [KEYDIFF]),
+    lambda: kvjax.measured_sweep(MODEL, PARAMS, given, [KEYDIFF]),
+    lambda: kvjax.generate(MODEL, PARAMS, cache, given, kvjax.Decoding(2)),
+    lambda: kvjax.negative_log_likelihood(MODEL, PARAMS, given),
+    lambda: kvjax.answer_nll(MODEL, PARAMS, cache, given, QUESTIONS),
+    lambda: kvjax.answer_nll(MODEL, PARAMS, cache, QUESTIONS, given),
+  ):
+    with pytest.raises(InputError, match=r"lists of tokens with kvjax.Promp"):
+      call()
+
+
+@pytest.mark.usefixtures("untyped")
+def test_a_pair_that_a_prefill_returned_is_told_to_be_taken_apart():
+  pair = kvjax.prefill(MODEL, PARAMS, PROMPTS, KEYDIFF)
+  decoding = kvjax.Decoding(2)
+  for call in (
+    lambda: kvjax.generate(MODEL, PARAMS, pair, QUESTIONS, decoding),
+    lambda: kvjax.generate(MODEL, PARAMS, None, QUESTIONS, decoding),
+    lambda: kvjax.stream(MODEL, PARAMS, pair, QUESTIONS, decoding),
+    lambda: kvjax.answer_nll(MODEL, PARAMS, pair, QUESTIONS, QUESTIONS),
+  ):
+    with pytest.raises(InputError, match="as in `cache, logits = kvjax.prefi"):
+      call()
+
+
+@pytest.mark.usefixtures("untyped")
+def test_how_to_decode_is_said_by_its_options():
+  cache = prefilled(KEYDIFF)
+  for caches in (cache, [cache]):
+    with pytest.raises(InputError, match=r"kvjax.Decoding\(.*; 4 is none"):
+      kvjax.generate(MODEL, PARAMS, caches, QUESTIONS, 4)
+  with pytest.raises(InputError, match=r"; 4 is none"):
+    list(kvjax.stream(MODEL, PARAMS, cache, QUESTIONS, 4))
+  with pytest.raises(InputError, match="by a kvjax.Sampling, .* 'greedy' is n"):
+    kvjax.Decoding(4, sampling="greedy")
+
+
+def test_plans_of_a_sweep_may_come_one_by_one():
+  plans = [kvjax.get_plan("keydiff", kvjax.Tokens(count)) for count in (9, 7)]
+  expected, _ = kvjax.sweep(MODEL, PARAMS, PROMPTS, plans)
+  found, _ = kvjax.sweep(MODEL, PARAMS, PROMPTS, (plan for plan in plans))
+  assert [kept_positions(cache, 0) for cache in found] == [
+    kept_positions(cache, 0) for cache in expected
+  ]
+  measured = kvjax.measured_sweep(MODEL, PARAMS, PROMPTS, iter(plans))
+  assert len(measured.caches) == len(measured.features) == 2
+
+
+TOKENS = np.ones((2, 4), np.int32)
+LENGTHS = np.array([3, 4])
+
+
+@pytest.mark.usefixtures("untyped")
+@pytest.mark.parametrize(
+  ("arguments", "said"),
+  [
+    ((TOKENS, LENGTHS, np.ones((2, 3), bool)), "shape of the tokens, 2 x 4"),
+    ((TOKENS, LENGTHS, np.ones((2, 4), int)), "is true or false for every t"),
+    ((TOKENS, np.array([3.5, 4])), "Lengths of prompts must be a 1-dimension"),
+    ((TOKENS, np.array([[3], [4]])), "Lengths of prompts must be a 1-dimensi"),
+    ((TOKENS, np.array([3])), "There are 2 prompts and 1 lengths"),
+    ((TOKENS, np.array([3, 4, 4])), "There are 2 prompts and 3 lengths"),
+    ((TOKENS * 1.0, LENGTHS), "Tokens of prompts must be a 2-dimensional ar"),
+    ((TOKENS[0], LENGTHS), "Tokens of prompts must be a 2-dimensional array"),
+    (([[1, 2]], LENGTHS), "Tokens of prompts .* kvjax.Prompts.of makes"),
+  ],
+)
+def test_prompts_of_arrays_are_checked(arguments, said):
+  with pytest.raises(InputError, match=said):
+    kvjax.Prompts(*arguments)
+
+
+def test_prompts_are_filled_with_what_jax_likes():
+  prompts = kvjax.Prompts(TOKENS, LENGTHS, np.ones((2, 4), bool))
+  shapes = jax.eval_shape(lambda given: given, prompts)
+  assert shapes.tokens.shape == (2, 4)
+  assert jax.tree.map(lambda _: None, prompts).lengths is None
+
+  @jax.jit
+  def traced(tokens):
+    return kvjax.Prompts(tokens, LENGTHS).tokens
+
+  np.testing.assert_array_equal(traced(TOKENS), TOKENS)
+
+
+def test_a_row_of_prompts_is_one_that_there_is():
+  assert PROMPTS.row(1).rows() == ROWS[1:]
+  for index in (-1, 2, 5):
+    with pytest.raises(InputError, match=f"no row {index} of .* are 0 to 1"):
+      PROMPTS.row(index)
+
+
 @pytest.mark.parametrize(
   ("name", "said"),
   [
