@@ -243,9 +243,10 @@ def check_room(
   turns = _turns(cache, prepared, width, decoding)
   for layers, (start, total) in zip(cache.stacks, turns, strict=True):
     if layers.capacity is not None and total > layers.capacity:
+      padded = f": the prompt takes {width} with its padding" if width else ""
       raise InputError(
         f"Turn and answer need {total - start} free slots and the cache has "
-        f"{layers.capacity - start}; give it more with kvjax.reserve."
+        f"{layers.capacity - start}{padded}; give it more with kvjax.reserve."
       )
 
 

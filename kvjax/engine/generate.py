@@ -48,6 +48,10 @@ Seeds = Int[Array, " B"] | Int[np.ndarray, " B"] | Sequence[int]
 def reserve(cache: Cache, tokens: int) -> Cache:
   """Grows a cache by room for `tokens` more tokens in every layer.
 
+  A prompt that follows takes as many slots as it is padded to, which is
+  `prompts.tokens.shape[1]`: with `Prompts.of`, 32 or more unless `padded` is
+  given. Its answer takes `max_new_tokens` more.
+
   Examples:
     >>> import kvjax
     >>> from kvjax.testing import TinyModel

@@ -14,7 +14,8 @@ from kvjax.options.bounds import check_count
 class Traits:
   """Properties of a method that the engine and the checks rely on.
 
-  Raises InputError where a number or a layer is negative or an activation unknown.
+  Raises InputError where a number or a layer is negative, or an activation is
+  unknown.
 
   Attributes:
     whole_prompts_only: why the method cannot evict in blocks or while decoding,

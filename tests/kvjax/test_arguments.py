@@ -18,6 +18,7 @@ PARAMS = MODEL.init()
 ROWS = [np.random.default_rng(n).permutation(64)[:n].tolist() for n in (50, 9)]
 PROMPTS = kvjax.Prompts.of(ROWS)
 QUESTIONS = kvjax.Prompts.of([[5, 3], [8]])
+KEYDIFF = kvjax.get_plan("keydiff", kvjax.Tokens(9))
 
 
 def prefilled(plan):
@@ -241,13 +242,33 @@ def test_the_room_that_is_said_to_suffice_does():
     turns(40)
 
 
+def test_what_a_turn_needs_is_said_with_its_padding():
+  cache = kvjax.reserve(prefilled(KEYDIFF), 7)
+  question = kvjax.Prompts.of([[1, 2, 3]] * 2)
+  said = "need 36 free slots .* has 7: the prompt takes 32 with its padding; gi"
+  with pytest.raises(InputError, match=said):
+    kvjax.generate(MODEL, PARAMS, cache, question, kvjax.Decoding(4), keep=True)
+
+
+@pytest.mark.usefixtures("untyped")
+def test_numbers_of_numpy_are_saved_like_others(tmp_path):
+  tokens = kvjax.Tokens(np.int64(9))
+  half = kvjax.Retention(np.float32(0.5))
+  threshold = kvjax.Threshold(np.float32(-4), np.int64(8))
+  schedule = kvjax.Schedule(np.int64(8), np.int32(9), np.int64(4))
+  for options in (tokens, half, threshold, schedule):
+    values = dataclasses.asdict(options).values()
+    assert {*map(type, values)} <= {int, float, str}
+  cache = prefilled(kvjax.get_plan("keydiff", tokens, schedule))
+  kvjax.save_cache(cache, tmp_path / "cache", model=MODEL, model_id="tiny")
+  loaded = kvjax.load_cache(tmp_path / "cache", model=MODEL, model_id="tiny")
+  assert loaded.plan == cache.plan
+
+
 @pytest.mark.usefixtures("untyped")
 def test_a_prefill_takes_a_plan():
   with pytest.raises(InputError, match=r"takes a plan, .* 'keydiff' is none"):
     kvjax.prefill(MODEL, PARAMS, PROMPTS, "keydiff")
-
-
-KEYDIFF = kvjax.get_plan("keydiff", kvjax.Tokens(9))
 
 
 @pytest.mark.usefixtures("untyped")
@@ -279,7 +300,7 @@ def test_a_pair_that_a_prefill_returned_is_told_to_be_taken_apart():
     lambda: kvjax.stream(MODEL, PARAMS, pair, QUESTIONS, decoding),
     lambda: kvjax.answer_nll(MODEL, PARAMS, pair, QUESTIONS, QUESTIONS),
   ):
-    with pytest.raises(InputError, match="as in `cache, logits = kvjax.prefi"):
+    with pytest.raises(InputError, match=r"as in `cache, logits = kvjax.prefi"):
       call()
 
 
@@ -291,7 +312,9 @@ def test_how_to_decode_is_said_by_its_options():
       kvjax.generate(MODEL, PARAMS, caches, QUESTIONS, 4)
   with pytest.raises(InputError, match=r"; 4 is none"):
     list(kvjax.stream(MODEL, PARAMS, cache, QUESTIONS, 4))
-  with pytest.raises(InputError, match="by a kvjax.Sampling, .* 'greedy' is n"):
+  with pytest.raises(
+    InputError, match=r"by a kvjax.Sampling, .* 'greedy' is n"
+  ):
     kvjax.Decoding(4, sampling="greedy")
 
 
@@ -365,7 +388,7 @@ def test_layers_that_a_model_does_not_have_are_refused(name, said):
 
 
 def test_traits_name_no_negative_layer():
-  with pytest.raises(InputError, match="keeps whole must be .* -1 is not"):
+  with pytest.raises(InputError, match=r"keeps whole must be .* -1 is not"):
     kvjax.methods.Traits(keeps_layers=(-1,))
 
 
