@@ -70,7 +70,20 @@ class Prompts:
   repeat_request: RepeatRequest = static(default=RepeatRequest())
 
   def __post_init__(self) -> None:
-    lengths, width = np.asarray(self.lengths), self.tokens.shape[1]
+    _check_integers("Tokens of prompts", self.tokens, 2)
+    _check_integers("Lengths of prompts", self.lengths, 1)
+    (rows, width), mask = self.tokens.shape, self.protected
+    lengths = np.asarray(self.lengths)
+    if lengths.size != rows:
+      raise InputError(
+        f"There are {rows} prompts and {lengths.size} lengths; give one each."
+      )
+    kind = getattr(mask, "dtype", None)
+    if mask is not None and (kind, np.shape(mask)) != (np.bool_, (rows, width)):
+      raise InputError(
+        "What is protected is true or false for every token, padding included: "
+        f"give a mask of the shape of the tokens, {rows} x {width}."
+      )
     if np.any(lengths < 1) or np.any(lengths > width):
       raise InputError(
         f"Lengths must be between 1 and the {width} tokens that rows are "
@@ -138,7 +151,16 @@ class Prompts:
     )
 
   def row(self, index: int) -> "Prompts":
-    """Returns a batch of one row, with the same padding."""
+    """Returns a batch of one row, with the same padding.
+
+    Raises:
+      InputError: there is no such row.
+    """
+    if not 0 <= index < len(self.tokens):
+      raise InputError(
+        f"There is no row {index!r} of prompts; the rows are 0 to "
+        f"{len(self.tokens) - 1}."
+      )
     rows = slice(index, index + 1)
     protected = None if self.protected is None else self.protected[rows]
     return dataclasses.replace(
@@ -146,6 +168,26 @@ class Prompts:
       tokens=self.tokens[rows],
       lengths=self.lengths[rows],
       protected=protected,
+    )
+
+
+def _check_integers(name: str, array: Any, dimensions: int) -> None:
+  """Refuses what is not an array of integers, or has other dimensions."""
+  # Not by `np.asarray`: traced arrays have no values.
+  kind = getattr(getattr(array, "dtype", None), "kind", "")
+  if kind not in ("i", "u") or len(array.shape) != dimensions:
+    raise InputError(
+      f"{name} must be a {dimensions}-dimensional array of whole numbers, and "
+      "these are not; kvjax.Prompts.of makes prompts of lists."
+    )
+
+
+def check_batch(prompts: Any) -> None:
+  """Refuses what is not `Prompts`, for callers without a type checker."""
+  if not isinstance(prompts, Prompts):
+    raise InputError(
+      f"Prompts must be kvjax.Prompts, and a {type(prompts).__name__} is not; "
+      "make them of lists of tokens with kvjax.Prompts.of."
     )
 
 

@@ -1,6 +1,7 @@
 """A conversation about a text whose KV cache is compressed."""
 
 import dataclasses
+import numbers
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal, overload
 
@@ -75,7 +76,12 @@ class Chat:
 
   @property
   def cache(self) -> kvjax.Cache:
-    """The cache of the text and of all turns so far."""
+    """The cache of the text and of all turns so far.
+
+    The next `ask` that keeps its turn takes over these buffers: for a cache
+    that lasts, save it with `kvjax.save_cache` or copy it with
+    `jax.tree.map(jnp.copy, chat.cache)`.
+    """
     self._finish()
     return self._cache
 
@@ -219,11 +225,15 @@ def as_budget[B](budget: float | B) -> kvjax.Budget | B:
     raise InputError(
       f"A budget is a share such as 0.5 or tokens such as 512, not {budget!r}."
     )
-  if isinstance(budget, int):
-    if budget == 1:
+  # Type checkers do not know that Python's numbers are of these classes.
+  if isinstance(budget, int | numbers.Integral):
+    count = int(budget)
+    if count == 1:
       raise InputError(
         "A budget of 1 is one token, as it is an integer; give 1.0 to keep "
         "everything, or kvjax.Tokens(1)."
       )
-    return kvjax.Tokens(budget)
-  return kvjax.Retention(budget) if isinstance(budget, float) else budget
+    return kvjax.Tokens(count)
+  if isinstance(budget, float | numbers.Real):
+    return kvjax.Retention(float(budget))
+  return budget

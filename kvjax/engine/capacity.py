@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.cache.base import Layer
 from kvjax.cache.cache import Cache
-from kvjax.engine.decode import Decoding
+from kvjax.engine.decode import Decoding, check_decoding
 from kvjax.engine.prepared import PreparedPlan, max_span, prepare_repeated
 from kvjax.errors import InputError
 from kvjax.hosts import read
@@ -106,6 +106,16 @@ def _check_lengths(
   check_context(model, lengths, _TOGETHER)
 
 
+def check_caches(caches: Any) -> None:
+  """Refuses what is no cache, nor many, for callers without a type checker."""
+  many = caches if isinstance(caches, Sequence) else [caches]
+  if not all(isinstance(cache, Cache) for cache in many):
+    raise InputError(
+      "What follows a context follows its kvjax.Cache; take it out of the pair "
+      "that kvjax.prefill returns, as in `cache, logits = kvjax.prefill(...)`."
+    )
+
+
 def check_cache(model: Model, cache: Cache) -> None:
   """Refuses a cache of a model with other layers.
 
@@ -167,6 +177,7 @@ def check_prompts(
   decoding: Decoding,
 ) -> int:
   """Refuses prompts that do not fit a cache; returns their padded width."""
+  check_decoding(decoding)
   check_cache(model, cache)
   processed = read(cache.next_positions)
   rows = len(processed)
@@ -232,9 +243,10 @@ def check_room(
   turns = _turns(cache, prepared, width, decoding)
   for layers, (start, total) in zip(cache.stacks, turns, strict=True):
     if layers.capacity is not None and total > layers.capacity:
+      padded = f": the prompt takes {width} with its padding" if width else ""
       raise InputError(
         f"Turn and answer need {total - start} free slots and the cache has "
-        f"{layers.capacity - start}; give it more with kvjax.reserve."
+        f"{layers.capacity - start}{padded}; give it more with kvjax.reserve."
       )
 
 

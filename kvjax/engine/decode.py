@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import itertools
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -54,15 +55,40 @@ class Decoding:
     stops: Any = self.stop_ids
     if isinstance(stops, str) or not isinstance(stops, Iterable):
       raise InputError(f"stop_ids must be a list of tokens, not {stops!r}.")
-    # Lists are not hashable, and this is part of what is compiled.
-    object.__setattr__(self, "stop_ids", tuple(stops))
+    # Lists and arrays are not hashable, and this is part of what is compiled.
+    object.__setattr__(self, "stop_ids", tuple(map(_stop_id, stops)))
     check_count("max_new_tokens", self.max_new_tokens)
+    sampling: Any = self.sampling
+    if not isinstance(sampling, Sampling):
+      raise InputError(
+        "Tokens are drawn by a kvjax.Sampling, which is greedy by default; "
+        f"{sampling!r} is none."
+      )
 
   @property
   def rounded(self) -> "Decoding":
     """The same with room for so many tokens that few programs are compiled."""
     most = -(-self.max_new_tokens // _TOKENS) * _TOKENS
     return dataclasses.replace(self, max_new_tokens=most)
+
+
+def check_decoding(decoding: Any) -> None:
+  """Refuses what is no `Decoding`, for callers without a type checker."""
+  if not isinstance(decoding, Decoding):
+    raise InputError(
+      "Options of decoding are those of kvjax.Decoding, as in "
+      f"kvjax.Decoding(max_new_tokens=64); {decoding!r} is none."
+    )
+
+
+def _stop_id(token: Any) -> int:
+  try:
+    # Integers of arrays pass, too.
+    return operator.index(token)
+  except TypeError:
+    raise InputError(
+      f"stop_ids must be token ids, as in [2]; {token!r} is none."
+    ) from None
 
 
 class DecodedTokens(NamedTuple):

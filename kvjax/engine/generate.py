@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int, PyTree
 from kvjax.cache.cache import Cache
 from kvjax.cache.joining import group_caches, stack, unstack
 from kvjax.engine.capacity import (
+  check_caches,
   check_prompts,
   check_room,
   grow_for,
@@ -46,6 +47,10 @@ Seeds = Int[Array, " B"] | Int[np.ndarray, " B"] | Sequence[int]
 
 def reserve(cache: Cache, tokens: int) -> Cache:
   """Grows a cache by room for `tokens` more tokens in every layer.
+
+  A prompt that follows takes as many slots as it is padded to, which is
+  `prompts.tokens.shape[1]`: with `Prompts.of`, 32 or more unless `padded` is
+  given. Its answer takes `max_new_tokens` more.
 
   Examples:
     >>> import kvjax
@@ -188,7 +193,8 @@ def generate(
     The generated tokens; a tuple of them for many caches.
 
   Raises:
-    InputError: rows, prompts and seeds differ in number, a seed does not fit 32
+    InputError: an argument has a wrong type, rows, prompts and seeds differ in
+      number, a seed does not fit 32
       bits, the model does not embed a token, the cache is of another model,
       context, prompt and answer together are longer than the model's context,
       or the cache has too little room.
@@ -212,6 +218,7 @@ def generate(
     >>> [answer.tokens.shape for answer in answers]
     [(2, 2), (2, 2)]
   """
+  check_caches(cache)
   request = Request(prompts, decoding, keep, seeds)
   if isinstance(cache, Cache):
     return generate_from(model, params, cache, request)

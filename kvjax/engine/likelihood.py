@@ -8,13 +8,13 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from kvjax.cache.cache import Cache
-from kvjax.engine.capacity import check_cache
+from kvjax.engine.capacity import check_cache, check_caches
 from kvjax.engine.feed import append_block
 from kvjax.engine.forward import prompt_hidden
 from kvjax.errors import InputError
 from kvjax.hosts import read
 from kvjax.model import Model, check_context, check_tokens
-from kvjax.prompts import Prompts
+from kvjax.prompts import Prompts, check_batch
 
 # Maximum number of positions, over all rows, whose logits exist at a time.
 _AT_ONCE = 256
@@ -40,6 +40,7 @@ def negative_log_likelihood(
     >>> kvjax.negative_log_likelihood(model, params, prompts).shape
     (2,)
   """
+  check_batch(prompts)
   lengths = np.asarray(prompts.lengths)
   check_context(model, lengths)
   check_tokens(model, prompts.tokens, lengths)
@@ -82,6 +83,10 @@ def answer_nll(
     >>> kvjax.answer_nll(model, params, cache, questions, answers).shape
     (2,)
   """
+  # Many caches have no likelihood in common, so they do not pass.
+  check_caches([cache])
+  check_batch(questions)
+  check_batch(answers)
   rows = len(cache.next_positions)
   if not rows == questions.tokens.shape[0] == answers.tokens.shape[0]:
     raise InputError(

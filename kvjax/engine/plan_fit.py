@@ -19,15 +19,18 @@ def check_plan(model: Model, plan: Plan) -> None:
   A warning says if there is no layer to compress.
 
   Raises:
-    InputError: the method or its allocation refuses the model, keys cannot be
-      rotated again, or layers that share a selection differ in their heads.
+    InputError: the method or its allocation refuses the model, names a layer
+      that it does not have, keys cannot be rotated again, or layers that share
+      a selection differ in their heads.
   """
   _warn_of_windows(plan, model.geometry)
   traits = plan.method.traits
   plan.method.check_model(model.geometry)
   plan.spread.check_model(model.geometry)
+  _check_named_layers(plan, model.geometry)
   if plan.decoding is not None:
     plan.decoding.method.check_model(model.geometry)
+    _check_named_layers(plan.decoding, model.geometry)
   if traits.renumbers:
     check_rotary(model)
   heads: dict[int, int] = {}
@@ -41,6 +44,23 @@ def check_plan(model: Model, plan: Plan) -> None:
         f"{type(plan.method).__name__} uses the selection of layer {source} in "
         f"layer {layer}, which has another number of heads; give each layer "
         "its own."
+      )
+
+
+def _check_named_layers(plan: Plan, geometry: Geometry) -> None:
+  """Refuses layers that the method or the retrieval names in vain."""
+  named: list[tuple[object, tuple[int, ...]]] = [
+    (plan.method, plan.method.traits.keeps_layers)
+  ]
+  if plan.sparse is not None:
+    retrieval = plan.sparse.retrieval
+    named.append((retrieval, retrieval.dense_layers))
+  last = geometry.num_layers - 1
+  for method, layers in named:
+    if max(layers, default=0) > last:
+      raise InputError(
+        f"{type(method).__name__} leaves layer {max(layers)} whole, and this "
+        f"model's last layer is {last}; name other layers."
       )
 
 

@@ -1,6 +1,6 @@
 """Prefill of prompts: by one plan, whole or in blocks, or by many at once."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -24,7 +24,7 @@ from kvjax.engine.prepared import max_span
 from kvjax.engine.sweeping import Measured, Requested, sweep_prompts
 from kvjax.errors import InputError
 from kvjax.model import Model, check_context, check_tokens
-from kvjax.prompts import Prompts
+from kvjax.prompts import Prompts, check_batch
 
 
 def prefill(
@@ -70,6 +70,7 @@ def prefill(
       "A prefill takes a plan, as kvjax.get_plan makes it of a name; "
       f"{plan!r:.80} is none."
     )
+  check_batch(prompts)
   if plan.schedule.block is None:
     (cache,), logits = sweep(model, params, prompts, [plan])
     return cache, logits
@@ -85,7 +86,7 @@ def prefill(
 
 
 def sweep(
-  model: Model, params: PyTree, prompts: Prompts, plans: Sequence[Plan]
+  model: Model, params: PyTree, prompts: Prompts, plans: Iterable[Plan]
 ) -> tuple[tuple[Cache, ...], Float[Array, "B V"]]:
   """Runs prompts once and keeps a cache for each of many plans.
 
@@ -115,13 +116,13 @@ def sweep(
     >>> [int(cache.lengths.max()) for cache in caches]
     [2, 3]
   """
-  _check_sweep(model, prompts, plans)
+  plans = _check_sweep(model, prompts, plans)
   swept = sweep_prompts(model, params, prompts, plans, _required(plans))
   return swept.caches, swept.logits
 
 
 def measured_sweep(
-  model: Model, params: PyTree, prompts: Prompts, plans: Sequence[Plan]
+  model: Model, params: PyTree, prompts: Prompts, plans: Iterable[Plan]
 ) -> Measured:
   """Sweeps, and measures in the same pass what a calibration may depend on.
 
@@ -138,7 +139,7 @@ def measured_sweep(
     >>> measured.nll.shape
     (2,)
   """
-  _check_sweep(model, prompts, plans)
+  plans = _check_sweep(model, prompts, plans)
   evaluations = dict.fromkeys(map(Evaluation.of, plans))
   requested = Requested(likelihood=True, scores=tuple(evaluations))
   return sweep_prompts(model, params, prompts, plans, requested)
@@ -160,9 +161,12 @@ def _required(plans: Sequence[Plan]) -> Requested:
   )
 
 
-def _check_sweep(model: Model, prompts: Prompts, plans: Sequence[Plan]) -> None:
-  """Checks the arguments of `sweep`."""
-  _check_plans(plans)
+def _check_sweep(
+  model: Model, prompts: Prompts, plans: Iterable[Plan]
+) -> tuple[Plan, ...]:
+  """Checks the arguments of `sweep`; returns the plans."""
+  plans = _check_plans(plans)
+  check_batch(prompts)
   check_mesh(jax.sharding.get_abstract_mesh())
   for plan in plans:
     if plan.schedule.block is not None:
@@ -176,16 +180,18 @@ def _check_sweep(model: Model, prompts: Prompts, plans: Sequence[Plan]) -> None:
     check_plan(model, plan)
     check_context_axis(model, plan, prompts.tokens.shape[1])
   warn_without_request(plans, prompts)
+  return plans
 
 
-def _check_plans(plans: Any) -> None:
+def _check_plans(plans: Any) -> tuple[Plan, ...]:
   """Checks the type of plans, for callers without a static type checker."""
-  if isinstance(plans, Plan | str) or not all(
-    isinstance(plan, Plan) for plan in plans
-  ):
+  # An iterator would be used up by the first of many loops.
+  listed = tuple(plans) if isinstance(plans, Iterable) else (None,)
+  if not all(isinstance(plan, Plan) for plan in listed):
     raise InputError(
       "A sweep takes a list of plans, as kvjax.get_plan makes them of names; "
       f"{plans!r:.80} is no such list."
     )
-  if not plans:
+  if not listed:
     raise InputError("There is nothing to keep; give at least one plan.")
+  return listed

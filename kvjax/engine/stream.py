@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from kvjax.cache.cache import Cache
 from kvjax.contexts import in_these_contexts
+from kvjax.engine.capacity import check_caches
 from kvjax.engine.decode import Decoding
 from kvjax.engine.generate import Generated, Request, Seeds, generate_from
 from kvjax.errors import InputError
@@ -80,6 +81,7 @@ def stream(
     >>> answer.generated.tokens.shape
     (2, 2)
   """
+  check_caches(cache)
   if not isinstance(cache, Cache):
     raise InputError(
       "A stream is of a single cache; join caches of one kind with "

@@ -7,6 +7,7 @@ from jaxtyping import Array, Float
 
 from kvjax.methods.heads import Head, HeadwiseMethod
 from kvjax.methods.traits import Traits
+from kvjax.options.bounds import check_layers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,6 +22,10 @@ class KeyL2Norm(HeadwiseMethod):
   """
 
   skip_layers: tuple[int, ...] = ()
+
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    check_layers(self, "skip_layers")
 
   @property
   def traits(self) -> Traits:

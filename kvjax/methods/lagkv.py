@@ -17,7 +17,7 @@ from kvjax.kernels.select import among_largest
 from kvjax.methods.base import Allocation, LayerBudget, Method
 from kvjax.methods.heads import Head, heads_of
 from kvjax.methods.traits import Traits
-from kvjax.options.bounds import check_least
+from kvjax.options.bounds import check_layers, check_least
 from kvjax.options.budgets import Retention
 from kvjax.selection import finite, mask_to_slots, top_slots
 
@@ -81,6 +81,7 @@ class LagKV(Method):
   def __post_init__(self) -> None:
     super().__post_init__()
     check_least(self, sinks=0, lag=2, value_weight=0)
+    check_layers(self, "skip_layers")
     if self.ddof not in (0, 1):
       raise InputError(f"ddof must be 0 or 1; {self.ddof} is not.")
 

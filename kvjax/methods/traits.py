@@ -14,7 +14,8 @@ from kvjax.options.bounds import check_count
 class Traits:
   """Properties of a method that the engine and the checks rely on.
 
-  Raises InputError where a number is negative or an activation unknown.
+  Raises InputError where a number or a layer is negative, or an activation is
+  unknown.
 
   Attributes:
     whole_prompts_only: why the method cannot evict in blocks or while decoding,
@@ -72,6 +73,8 @@ class Traits:
       if isinstance(given, str):
         raise InputError(f"{name} of a method's traits is a set of names.")
       object.__setattr__(self, name, make(given))
+    for layer in self.keeps_layers:
+      check_count("A layer that a method keeps whole", layer, 0)
     unknown = sorted(self.activations - {*OPTIONAL})
     if unknown:
       raise InputError(

@@ -72,6 +72,16 @@ def check_share(method: Any, name: str) -> None:
     raise InputError(f"{name} must be between 0 and 1; {value:g} is not.")
 
 
+def check_layers(method: Any, name: str) -> None:
+  """Refuses an option that lists other things than layers.
+
+  Raises:
+    InputError: a number is negative.
+  """
+  if any(layer < 0 for layer in getattr(method, name)):
+    raise InputError(f"{name} are numbers of layers, 0 for the first.")
+
+
 def check_choices(method: Any) -> None:
   """Refuses values of `Literal` fields that are not among the choices."""
   for field in dataclasses.fields(method):

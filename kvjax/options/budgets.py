@@ -43,6 +43,8 @@ class Tokens:
         f"give at most {2**31 - 1}."
       )
     check_count("A budget in tokens", self.count)
+    # NumPy's numbers cannot be saved.
+    object.__setattr__(self, "count", int(self.count))
 
   def num_kept(self, length: int) -> int:
     """Number of tokens kept of a row of `length` tokens."""
@@ -89,6 +91,7 @@ class Retention:
         f"most 1; {self.share:g} is not."
       )
     check_choices(self)
+    object.__setattr__(self, "share", float(self.share))
 
   def num_kept(self, length: int) -> int:
     """Number of tokens kept of a row of `length` tokens."""
@@ -145,6 +148,8 @@ class Threshold:
         f"A threshold must be a score, such as -4.0, not {self.least!r:.80}."
       )
     check_count("window of a threshold", self.window)
+    object.__setattr__(self, "least", float(self.least))
+    object.__setattr__(self, "window", int(self.window))
 
   def __str__(self) -> str:
     window = "" if self.window == _WINDOW else f", window {self.window}"

@@ -41,6 +41,8 @@ class Schedule:
       size = getattr(self, name)
       if size is not None:
         check_count(name, size)
+        # NumPy's integers cannot be saved.
+        object.__setattr__(self, name, int(size))
     if self.first is not None and self.block is None:
       raise InputError("first is the size of the first block; give block too.")
 

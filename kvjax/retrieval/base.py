@@ -8,10 +8,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree, Shaped
 
-from kvjax.errors import InputError
 from kvjax.heads import Head
 from kvjax.kernels.select import largest, mask_to_slots, slots_to_mask
-from kvjax.options.bounds import check_choices, check_least
+from kvjax.options.bounds import check_choices, check_layers, check_least
 from kvjax.options.budgets import Budget
 from kvjax.struct import static, struct
 
@@ -248,8 +247,7 @@ class Retrieval(abc.ABC):
   def __post_init__(self) -> None:
     check_choices(self)
     check_least(self, sinks=0, local=0, keys=0)
-    if any(layer < 0 for layer in self.dense_layers):
-      raise InputError("dense_layers are numbers of layers, 0 for the first.")
+    check_layers(self, "dense_layers")
 
   def num_keys(self, budget: Budget, length: int) -> int:
     """Keys that a token retrieves in a row of `length` tokens."""

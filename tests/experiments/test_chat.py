@@ -212,6 +212,8 @@ def test_budgets_are_shares_tokens_or_budgets():
   assert chats.as_budget(0.25) == kvjax.Retention(0.25)
   assert chats.as_budget(64) == kvjax.Tokens(64)
   assert chats.as_budget(np.float64(0.5)) == kvjax.Retention(0.5)
+  assert chats.as_budget(np.float32(0.5)) == kvjax.Retention(0.5)
+  assert chats.as_budget(np.int64(64)) == kvjax.Tokens(64)
   assert chats.as_budget(kvjax.Tokens(3)) == kvjax.Tokens(3)
 
 

@@ -4,6 +4,7 @@ import dataclasses
 import warnings
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -17,6 +18,7 @@ PARAMS = MODEL.init()
 ROWS = [np.random.default_rng(n).permutation(64)[:n].tolist() for n in (50, 9)]
 PROMPTS = kvjax.Prompts.of(ROWS)
 QUESTIONS = kvjax.Prompts.of([[5, 3], [8]])
+KEYDIFF = kvjax.get_plan("keydiff", kvjax.Tokens(9))
 
 
 def prefilled(plan):
@@ -35,6 +37,10 @@ def prefilled(plan):
     (lambda: kvjax.Schedule(block=2.5), "block must be a whole number"),
     (lambda: kvjax.Schedule(every=1.5), "every must be a whole number"),
     (lambda: kvjax.Sampling(1.0, top_k=2.5), "top_k must be a whole number"),
+    (lambda: kvjax.Decoding(4, ["</s>"]), "as in .2.; '</s>' is none"),
+    (lambda: kvjax.Decoding(4, [2.5]), "must be token ids, .* 2.5 is none"),
+    (lambda: kvjax.Decoding(4, [None]), "must be token ids, .* None is none"),
+    (lambda: kvjax.Decoding(4, np.array([2.0])), "must be token ids, as in"),
     (
       lambda: kvjax.Prompts.of([[1.7, 2.2]]),
       "ids must be whole numbers; those of .1.7",
@@ -66,6 +72,19 @@ def test_prompts_may_be_an_array():
   np.testing.assert_array_equal(
     kvjax.Prompts.of(array).tokens, kvjax.Prompts.of(array.tolist()).tokens
   )
+
+
+@pytest.mark.usefixtures("untyped")
+@pytest.mark.parametrize(
+  "stops",
+  [np.array([2, 3]), jnp.array([2, 3]), [np.int64(2), jnp.int32(3)]],
+  ids=["NumPy", "JAX", "scalars"],
+)
+def test_stop_ids_may_be_integers_of_arrays(stops):
+  decoding = kvjax.Decoding(4, stops)
+  assert decoding == kvjax.Decoding(4, (2, 3))
+  assert {*map(type, decoding.stop_ids)} == {int}
+  assert hash(decoding) == hash(kvjax.Decoding(4, (2, 3)))
 
 
 @pytest.mark.usefixtures("untyped")
@@ -223,10 +242,154 @@ def test_the_room_that_is_said_to_suffice_does():
     turns(40)
 
 
+def test_what_a_turn_needs_is_said_with_its_padding():
+  cache = kvjax.reserve(prefilled(KEYDIFF), 7)
+  question = kvjax.Prompts.of([[1, 2, 3]] * 2)
+  said = "need 36 free slots .* has 7: the prompt takes 32 with its padding; gi"
+  with pytest.raises(InputError, match=said):
+    kvjax.generate(MODEL, PARAMS, cache, question, kvjax.Decoding(4), keep=True)
+
+
+@pytest.mark.usefixtures("untyped")
+def test_numbers_of_numpy_are_saved_like_others(tmp_path):
+  tokens = kvjax.Tokens(np.int64(9))
+  half = kvjax.Retention(np.float32(0.5))
+  threshold = kvjax.Threshold(np.float32(-4), np.int64(8))
+  schedule = kvjax.Schedule(np.int64(8), np.int32(9), np.int64(4))
+  for options in (tokens, half, threshold, schedule):
+    values = dataclasses.asdict(options).values()
+    assert {*map(type, values)} <= {int, float, str}
+  cache = prefilled(kvjax.get_plan("keydiff", tokens, schedule))
+  kvjax.save_cache(cache, tmp_path / "cache", model=MODEL, model_id="tiny")
+  loaded = kvjax.load_cache(tmp_path / "cache", model=MODEL, model_id="tiny")
+  assert loaded.plan == cache.plan
+
+
 @pytest.mark.usefixtures("untyped")
 def test_a_prefill_takes_a_plan():
   with pytest.raises(InputError, match=r"takes a plan, .* 'keydiff' is none"):
     kvjax.prefill(MODEL, PARAMS, PROMPTS, "keydiff")
+
+
+@pytest.mark.usefixtures("untyped")
+@pytest.mark.parametrize("given", [[[1, 2, 3]], "a text"], ids=["rows", "text"])
+def test_what_is_no_prompts_is_told_how_to_make_them(given):
+  cache = prefilled(KEYDIFF)
+  blocks = kvjax.get_plan("keydiff", kvjax.Tokens(9), kvjax.Schedule(block=8))
+  for call in (
+    lambda: kvjax.prefill(MODEL, PARAMS, given, KEYDIFF),
+    lambda: kvjax.prefill(MODEL, PARAMS, given, blocks),
+    lambda: kvjax.sweep(MODEL, PARAMS, given, [KEYDIFF]),
+    lambda: kvjax.measured_sweep(MODEL, PARAMS, given, [KEYDIFF]),
+    lambda: kvjax.generate(MODEL, PARAMS, cache, given, kvjax.Decoding(2)),
+    lambda: kvjax.negative_log_likelihood(MODEL, PARAMS, given),
+    lambda: kvjax.answer_nll(MODEL, PARAMS, cache, given, QUESTIONS),
+    lambda: kvjax.answer_nll(MODEL, PARAMS, cache, QUESTIONS, given),
+  ):
+    with pytest.raises(InputError, match=r"lists of tokens with kvjax.Promp"):
+      call()
+
+
+@pytest.mark.usefixtures("untyped")
+def test_a_pair_that_a_prefill_returned_is_told_to_be_taken_apart():
+  pair = kvjax.prefill(MODEL, PARAMS, PROMPTS, KEYDIFF)
+  decoding = kvjax.Decoding(2)
+  for call in (
+    lambda: kvjax.generate(MODEL, PARAMS, pair, QUESTIONS, decoding),
+    lambda: kvjax.generate(MODEL, PARAMS, None, QUESTIONS, decoding),
+    lambda: kvjax.stream(MODEL, PARAMS, pair, QUESTIONS, decoding),
+    lambda: kvjax.answer_nll(MODEL, PARAMS, pair, QUESTIONS, QUESTIONS),
+  ):
+    with pytest.raises(InputError, match=r"as in `cache, logits = kvjax.prefi"):
+      call()
+
+
+@pytest.mark.usefixtures("untyped")
+def test_how_to_decode_is_said_by_its_options():
+  cache = prefilled(KEYDIFF)
+  for caches in (cache, [cache]):
+    with pytest.raises(InputError, match=r"kvjax.Decoding\(.*; 4 is none"):
+      kvjax.generate(MODEL, PARAMS, caches, QUESTIONS, 4)
+  with pytest.raises(InputError, match=r"; 4 is none"):
+    list(kvjax.stream(MODEL, PARAMS, cache, QUESTIONS, 4))
+  with pytest.raises(
+    InputError, match=r"by a kvjax.Sampling, .* 'greedy' is n"
+  ):
+    kvjax.Decoding(4, sampling="greedy")
+
+
+def test_plans_of_a_sweep_may_come_one_by_one():
+  plans = [kvjax.get_plan("keydiff", kvjax.Tokens(count)) for count in (9, 7)]
+  expected, _ = kvjax.sweep(MODEL, PARAMS, PROMPTS, plans)
+  found, _ = kvjax.sweep(MODEL, PARAMS, PROMPTS, (plan for plan in plans))
+  assert [kept_positions(cache, 0) for cache in found] == [
+    kept_positions(cache, 0) for cache in expected
+  ]
+  measured = kvjax.measured_sweep(MODEL, PARAMS, PROMPTS, iter(plans))
+  assert len(measured.caches) == len(measured.features) == 2
+
+
+TOKENS = np.ones((2, 4), np.int32)
+LENGTHS = np.array([3, 4])
+
+
+@pytest.mark.usefixtures("untyped")
+@pytest.mark.parametrize(
+  ("arguments", "said"),
+  [
+    ((TOKENS, LENGTHS, np.ones((2, 3), bool)), "shape of the tokens, 2 x 4"),
+    ((TOKENS, LENGTHS, np.ones((2, 4), int)), "is true or false for every t"),
+    ((TOKENS, np.array([3.5, 4])), "Lengths of prompts must be a 1-dimension"),
+    ((TOKENS, np.array([[3], [4]])), "Lengths of prompts must be a 1-dimensi"),
+    ((TOKENS, np.array([3])), "There are 2 prompts and 1 lengths"),
+    ((TOKENS, np.array([3, 4, 4])), "There are 2 prompts and 3 lengths"),
+    ((TOKENS * 1.0, LENGTHS), "Tokens of prompts must be a 2-dimensional ar"),
+    ((TOKENS[0], LENGTHS), "Tokens of prompts must be a 2-dimensional array"),
+    (([[1, 2]], LENGTHS), "Tokens of prompts .* kvjax.Prompts.of makes"),
+  ],
+)
+def test_prompts_of_arrays_are_checked(arguments, said):
+  with pytest.raises(InputError, match=said):
+    kvjax.Prompts(*arguments)
+
+
+def test_prompts_are_filled_with_what_jax_likes():
+  prompts = kvjax.Prompts(TOKENS, LENGTHS, np.ones((2, 4), bool))
+  shapes = jax.eval_shape(lambda given: given, prompts)
+  assert shapes.tokens.shape == (2, 4)
+  assert jax.tree.map(lambda _: None, prompts).lengths is None
+
+  @jax.jit
+  def traced(tokens):
+    return kvjax.Prompts(tokens, LENGTHS).tokens
+
+  np.testing.assert_array_equal(traced(TOKENS), TOKENS)
+
+
+def test_a_row_of_prompts_is_one_that_there_is():
+  assert PROMPTS.row(1).rows() == ROWS[1:]
+  for index in (-1, 2, 5):
+    with pytest.raises(InputError, match=f"no row {index} of .* are 0 to 1"):
+      PROMPTS.row(index)
+
+
+@pytest.mark.parametrize(
+  ("name", "said"),
+  [
+    ("key_norm:skip_layers=99", "KeyL2Norm leaves layer 99 whole, .* is 1"),
+    ("lagkv.key_norm:skip_layers=0+2", "LagKV leaves layer 2 whole"),
+    ("quest:dense_layers=99", "Quest leaves layer 99 whole, .* layer is 1"),
+  ],
+)
+def test_layers_that_a_model_does_not_have_are_refused(name, said):
+  plan = kvjax.get_plan(name, kvjax.Tokens(9))
+  with pytest.raises(InputError, match=said):
+    prefilled(plan)
+
+
+def test_traits_name_no_negative_layer():
+  with pytest.raises(InputError, match=r"keeps whole must be .* -1 is not"):
+    kvjax.methods.Traits(keeps_layers=(-1,))
 
 
 @pytest.mark.parametrize(

@@ -234,6 +234,8 @@ def test_random_is_uniform_and_independent_of_what_follows(seen):
     ("compactor:blend=1e400", "takes a value such as 0.3"),
     ("compactor:blend=nan", "takes a value such as 0.3"),
     ("key_norm:skip_layers=0.5", "takes a value such as '0+1'"),
+    ("key_norm:skip_layers=-1", "skip_layers are numbers of layers, 0 for the"),
+    ("lagkv:skip_layers=0+-1", "skip_layers are numbers of layers, 0 for the"),
     ("pyramidkv:inner=3", "has no option 'inner'"),
     ("snapkv:window=0", "window must be 1 or more"),
     ("snapkv:kernel=4", "kernel must be odd"),
