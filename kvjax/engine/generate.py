@@ -27,6 +27,7 @@ from kvjax.engine.decode import (
   listening,
 )
 from kvjax.engine.feed import evict_all, feed
+from kvjax.engine.sampling import SamplingInputs
 from kvjax.engine.unrolled import (
   Unrolled,
   UnrolledModel,
@@ -259,10 +260,13 @@ def generate_from(
     check_room(cache, prepared, width, decoding)
   with listening(on_token) as listener:
     limit = jnp.asarray(decoding.max_new_tokens, jnp.int32)
-    inputs = DecodingInputs(_seeds(seeds, cache), listener, prepared, limit)
+    sampling = SamplingInputs.of(decoding.sampling)
+    inputs = DecodingInputs(
+      _seeds(seeds, cache), listener, prepared, limit, sampling
+    )
     program = _generate_and_keep if keep else _generate_and_discard
     layers = layers_apart(model, params, decoding.max_new_tokens)
-    # Compiled for the rounded number of tokens; `limit` stops the loop.
+    # Compiled for the rounded number of tokens; `inputs` stop the loop.
     decoded, new_cache = program(
       model,
       params,

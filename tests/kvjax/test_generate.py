@@ -11,7 +11,7 @@ import kvjax
 from kvjax import kernels
 from kvjax.cache.sharding import parse_mesh
 from kvjax.engine import generate as generating
-from kvjax.engine.sampling import Sampling, sample
+from kvjax.engine.sampling import Sampling, SamplingInputs, sample
 from kvjax.errors import InputError
 from kvjax.kernels import dispatch, tuning
 from kvjax.methods import FullKV, KeyDiff
@@ -205,14 +205,78 @@ def test_sampling_follows_the_distribution():
   rows = jnp.broadcast_to(logits, (4000, 4))
   seeds = jnp.arange(4000)
   places = jnp.zeros(4000, jnp.int32)
-  drawn = sample(rows, Sampling(1.0), seeds, places)
+
+  def draw(sampling):
+    return sample(rows, SamplingInputs.of(sampling), seeds, places)
+
+  drawn = draw(Sampling(1.0))
   shares = np.bincount(drawn, minlength=4) / 4000
   np.testing.assert_allclose(shares, [0.5, 0.3, 0.15, 0.05], atol=0.03)
   # 0.5 + 0.3 reaches 0.6: two tokens stay, in their ratio.
-  drawn = sample(rows, Sampling(1.0, top_p=0.6), seeds, places)
+  drawn = draw(Sampling(1.0, top_p=0.6))
   shares = np.bincount(drawn, minlength=4) / 4000
   np.testing.assert_allclose(shares, [0.625, 0.375, 0, 0], atol=0.03)
-  drawn = sample(rows, Sampling(1.0, top_k=2), seeds, places)
+  drawn = draw(Sampling(1.0, top_k=2))
   assert set(np.unique(drawn)) == set(np.argsort(rows[0])[-2:].tolist())
-  cold = sample(rows, Sampling(0.01), seeds, places)
+  cold = draw(Sampling(0.01))
   assert np.all(np.asarray(cold) == 0)
+
+
+@pytest.mark.parametrize("top_k", [0, 4])
+def test_numbers_of_sampling_draw_as_constants_of_a_program(top_k):
+  logits = 5 * jax.random.normal(jax.random.key(0), (64, 50))
+  seeds, places = jnp.arange(64), jnp.zeros(64, jnp.int32)
+  draw = jax.jit(lambda inputs: sample(logits, inputs, seeds, places))
+  for temperature, top_p in ((0.3, 1.0), (0.7, 1.0), (0.7, 0.9), (1.9, 0.5)):
+    sampling = Sampling(temperature, top_p, top_k)
+    left = jax.jit(functools.partial(divided, sampling=sampling))(logits)
+    np.testing.assert_array_equal(
+      draw(SamplingInputs.of(sampling)),
+      jax.vmap(drawn_from)(left, seeds, places),
+    )
+  # One without `top_p`, and one with it.
+  assert draw._cache_size() == 2
+
+
+def divided(logits, sampling):
+  """Logits of what may be drawn, by the numbers as they are."""
+  logits = logits / sampling.temperature
+  if sampling.top_k:
+    least = jnp.sort(logits)[:, -sampling.top_k, None]
+    logits = jnp.where(logits >= least, logits, -jnp.inf)
+  order = jnp.argsort(-logits)
+  share = jax.nn.softmax(jnp.take_along_axis(logits, order, axis=1))
+  kept = jnp.cumsum(share, axis=1) - share < sampling.top_p
+  kept = jnp.take_along_axis(kept, jnp.argsort(order), axis=1)
+  return jnp.where(kept, logits, -jnp.inf)
+
+
+def drawn_from(logits, seed, place):
+  key = jax.random.fold_in(jax.random.key(seed), place)
+  return jax.random.categorical(key, logits)
+
+
+def test_other_temperatures_and_shares_take_no_new_program(full):
+  cache, _ = full
+
+  def rows(sampling):
+    prompts = kvjax.Prompts.of(QUESTIONS)
+    decoding = kvjax.Decoding(5, sampling=sampling)
+    return kvjax.generate(MODEL, PARAMS, cache, prompts, decoding).rows()
+
+  programs = generating._generate_and_discard._cache_size
+  sizes, answers = [], []
+  for samplings in (
+    [Sampling(heat) for heat in (0.01, 9.0, 900.0)],
+    [Sampling(900.0, share) for share in (0.01, 0.9)],
+    [Sampling(top_p=share) for share in (1.0, 0.9)],
+  ):
+    before = programs()
+    answers.append([rows(sampling) for sampling in samplings])
+    sizes.append(programs() - before)
+  assert max(sizes) <= 1
+  greedy = answers[2][0]
+  cold, warm, warmer = answers[0]
+  assert cold == greedy != warm != warmer
+  # Few tokens to draw from are as good as the cold.
+  assert answers[1][0] == greedy != answers[1][1]
