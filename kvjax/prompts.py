@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int, Shaped
 
 from kvjax.errors import InputError
+from kvjax.hosts import is_traced
 from kvjax.repeat_request import RepeatRequest
 from kvjax.struct import static, struct
 
@@ -70,7 +71,7 @@ class Prompts:
   repeat_request: RepeatRequest = static(default=RepeatRequest())
 
   def __post_init__(self) -> None:
-    lengths, width = np.asarray(self.lengths), self.tokens.shape[1]
+    lengths, width = self.known_lengths, self.tokens.shape[1]
     if np.any(lengths < 1) or np.any(lengths > width):
       raise InputError(
         f"Lengths must be between 1 and the {width} tokens that rows are "
@@ -122,17 +123,26 @@ class Prompts:
     mask = _pad(protected, width, np.bool_)
     return cls(tokens, lengths, mask, request)
 
+  @property
+  def known_lengths(self) -> Int[np.ndarray, " B"]:
+    """The lengths on the host.
+
+    Raises:
+      InputError: they are traced, as within `jax.jit`.
+    """
+    return _known(self.lengths)
+
   def rows(self) -> list[list[int]]:
     """Returns the tokens as lists."""
-    tokens, lengths = np.asarray(self.tokens), np.asarray(self.lengths)
+    tokens, lengths = _known(self.tokens), self.known_lengths
     return [row[:n].tolist() for row, n in zip(tokens, lengths, strict=True)]
 
   def repeat(self, times: int) -> "Prompts":
     """Repeats the batch, one copy after another."""
     mask = self.protected
     return Prompts(
-      np.tile(np.asarray(self.tokens), (times, 1)),
-      np.tile(np.asarray(self.lengths), times),
+      np.tile(_known(self.tokens), (times, 1)),
+      np.tile(self.known_lengths, times),
       None if mask is None else np.tile(mask, (times, 1)),
       self.repeat_request,
     )
@@ -147,6 +157,17 @@ class Prompts:
       lengths=self.lengths[rows],
       protected=protected,
     )
+
+
+def _known(
+  array: Shaped[Array, "..."] | Shaped[np.ndarray, "..."],
+) -> Shaped[np.ndarray, "..."]:
+  if is_traced(array):
+    raise InputError(
+      "Prompts cannot be arguments of jax.jit, as their lengths decide what is "
+      "compiled; let the function that it compiles refer to them."
+    )
+  return np.asarray(array)
 
 
 def _check_rows(rows: Any) -> None:
