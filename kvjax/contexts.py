@@ -7,12 +7,21 @@ import jax
 
 from kvjax.kernels import dispatch, tuning
 
-# Options of JAX, with a context each, that change what a program computes.
+# Options of JAX, with a context each, that change what a program computes or
+# whether it is refused. JAX has no public function that carries over all.
 _OPTIONS = (
+  "debug_infs",
+  "debug_key_reuse",
+  "debug_nans",
   "default_device",
   "default_matmul_precision",
+  "default_prng_impl",
+  "disable_jit",
   "enable_x64",
+  "legacy_prng_key",
   "numpy_dtype_promotion",
+  "numpy_rank_promotion",
+  "threefry_partitionable",
 )
 
 

@@ -14,6 +14,8 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
+from kvjax.errors import InputError
+
 # Bytes of the longest name of a file.
 _NAME = 255
 
@@ -47,11 +49,20 @@ def writes(tree: PyTree) -> bool:
   return jax.process_index() == 0 or not spread(tree)
 
 
+def is_traced(tree: PyTree) -> bool:
+  """Whether arrays of a tree are without values, as within `jax.jit`."""
+  leaves = jax.tree.leaves(tree)
+  return any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
+
+
 def read(tree: PyTree) -> Any:
   """Copies arrays to this host, as arrays of NumPy.
 
   Those that are spread over the devices of several hosts are gathered by a
   program of theirs, so that all of them must call this, in the same order.
+
+  Raises:
+    InputError: arrays are traced, as within `jax.jit`.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -59,6 +70,11 @@ def read(tree: PyTree) -> Any:
     >>> read({"counts": jnp.ones(2)})
     {'counts': array([1., 1.], dtype=float32)}
   """
+  if is_traced(tree):
+    raise InputError(
+      "This needs the values of arrays, which are unknown within jax.jit; call "
+      "it outside of jax.jit, as it compiles programs of its own."
+    )
   return jax.device_get(jax.tree.map(_whole, tree))
 
 

@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int, Shaped
 
 from kvjax.errors import InputError
+from kvjax.hosts import is_traced
 from kvjax.repeat_request import RepeatRequest
 from kvjax.struct import static, struct
 
@@ -73,7 +74,7 @@ class Prompts:
     _check_integers("Tokens of prompts", self.tokens, 2)
     _check_integers("Lengths of prompts", self.lengths, 1)
     (rows, width), mask = self.tokens.shape, self.protected
-    lengths = np.asarray(self.lengths)
+    lengths = self.known_lengths
     if lengths.size != rows:
       raise InputError(
         f"There are {rows} prompts and {lengths.size} lengths; give one each."
@@ -135,17 +136,26 @@ class Prompts:
     mask = _pad(protected, width, np.bool_)
     return cls(tokens, lengths, mask, request)
 
+  @property
+  def known_lengths(self) -> Int[np.ndarray, " B"]:
+    """The lengths on the host.
+
+    Raises:
+      InputError: they are traced, as within `jax.jit`.
+    """
+    return _known(self.lengths)
+
   def rows(self) -> list[list[int]]:
     """Returns the tokens as lists."""
-    tokens, lengths = np.asarray(self.tokens), np.asarray(self.lengths)
+    tokens, lengths = _known(self.tokens), self.known_lengths
     return [row[:n].tolist() for row, n in zip(tokens, lengths, strict=True)]
 
   def repeat(self, times: int) -> "Prompts":
     """Repeats the batch, one copy after another."""
     mask = self.protected
     return Prompts(
-      np.tile(np.asarray(self.tokens), (times, 1)),
-      np.tile(np.asarray(self.lengths), times),
+      np.tile(_known(self.tokens), (times, 1)),
+      np.tile(self.known_lengths, times),
       None if mask is None else np.tile(mask, (times, 1)),
       self.repeat_request,
     )
@@ -189,6 +199,17 @@ def check_batch(prompts: Any) -> None:
       f"Prompts must be kvjax.Prompts, and a {type(prompts).__name__} is not; "
       "make them of lists of tokens with kvjax.Prompts.of."
     )
+
+
+def _known(
+  array: Shaped[Array, "..."] | Shaped[np.ndarray, "..."],
+) -> Shaped[np.ndarray, "..."]:
+  if is_traced(array):
+    raise InputError(
+      "Prompts cannot be arguments of jax.jit, as their lengths decide what is "
+      "compiled; let the function that it compiles refer to them."
+    )
+  return np.asarray(array)
 
 
 def _check_rows(rows: Any) -> None:

@@ -21,6 +21,7 @@ from kvjax.cache.cache import Cache
 from kvjax.cache.sharding import shard_stack
 from kvjax.cache.sparse import SparseLayer
 from kvjax.engine.decode import DecodedTokens, DecodingInputs, decode
+from kvjax.engine.sampling import SamplingInputs
 from kvjax.experiments.tpu.calls import compile_calls, measure_calls
 from kvjax.experiments.tpu.chips import Chip
 from kvjax.experiments.tpu.programs import Lowered, Program
@@ -165,7 +166,8 @@ def lower_decode(use: Use, layers: int, chip: Chip) -> Lowered:
       seeds: Int[Array, " B"],
     ) -> tuple[DecodedTokens, Cache]:
       most = jnp.int32(use.answer)
-      run = DecodingInputs(seeds, None, None, most)
+      drawn = SamplingInputs.of(use.decoding.sampling)
+      run = DecodingInputs(seeds, None, None, most, drawn)
       return decode(model, params, cache, logits, use.decoding, run)
 
     traced = jax.jit(loop, donate_argnames="cache").trace(

@@ -206,8 +206,9 @@ def check_prompts(
       f"The cache has {rows} rows and {questions} questions; give one for each."
     )
   width = prompts.tokens.shape[1]
-  check_tokens(model, prompts.tokens, np.asarray(prompts.lengths))
-  total = processed + np.asarray(prompts.lengths) + decoding.max_new_tokens
+  lengths = prompts.known_lengths
+  check_tokens(model, prompts.tokens, lengths)
+  total = processed + lengths + decoding.max_new_tokens
   _check_lengths(model, cache, total, width)
   return width
 

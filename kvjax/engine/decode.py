@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 from kvjax.cache.cache import Cache
 from kvjax.engine.feed import evict_all, feed
 from kvjax.engine.prepared import PreparedPlan
-from kvjax.engine.sampling import GREEDY, Sampling, sample
+from kvjax.engine.sampling import GREEDY, Sampling, SamplingInputs, sample
 from kvjax.errors import InputError
 from kvjax.hosts import read
 from kvjax.model import Model
@@ -67,9 +67,12 @@ class Decoding:
 
   @property
   def rounded(self) -> "Decoding":
-    """The same with room for so many tokens that few programs are compiled."""
+    """What few programs are compiled for: `DecodingInputs` has the rest.
+
+    It has room for more tokens, and nothing about how they are drawn.
+    """
     most = -(-self.max_new_tokens // _TOKENS) * _TOKENS
-    return dataclasses.replace(self, max_new_tokens=most)
+    return dataclasses.replace(self, max_new_tokens=most, sampling=GREEDY)
 
 
 def check_decoding(decoding: Any) -> None:
@@ -118,12 +121,15 @@ class DecodingInputs:
     prepared: the plan, if layers evict while decoding.
     max_new_tokens: maximum number of tokens to generate per row; the program
       is compiled for a `Decoding` that may allow more.
+    sampling: how a token is drawn, whatever that `Decoding` says; the most
+      likely one by default.
   """
 
   seeds: Int[Array, " B"]
   listener: Int[Array, ""] | None
   prepared: PreparedPlan | None
   max_new_tokens: Int[Array, ""]
+  sampling: SamplingInputs = SamplingInputs()
 
 
 class _Loop(NamedTuple):
@@ -155,7 +161,7 @@ def decode(
     positions: Int[Array, " B"],
     ended: Bool[Array, " B"],
   ) -> tuple[Int[Array, " B"], Bool[Array, " B"]]:
-    token = sample(logits, decoding.sampling, seeds, positions)
+    token = sample(logits, inputs.sampling, seeds, positions)
     for stop in decoding.stop_ids:
       ended = ended | (token == stop)
     return token, ended

@@ -28,6 +28,8 @@ from kvjax.engine.decode import (
   listening,
 )
 from kvjax.engine.feed import evict_all, feed
+from kvjax.engine.prepared import PreparedPlan
+from kvjax.engine.sampling import SamplingInputs
 from kvjax.engine.unrolled import (
   Unrolled,
   UnrolledModel,
@@ -197,7 +199,7 @@ def generate(
       number, a seed does not fit 32
       bits, the model does not embed a token, the cache is of another model,
       context, prompt and answer together are longer than the model's context,
-      or the cache has too little room.
+      the cache has too little room, or it is an argument of `jax.jit`.
 
   Examples:
     >>> import kvjax
@@ -221,7 +223,8 @@ def generate(
   check_caches(cache)
   request = Request(prompts, decoding, keep, seeds)
   if isinstance(cache, Cache):
-    return generate_from(model, params, cache, request)
+    turn = check_request(model, cache, request)
+    return generate_from(model, params, cache, turn)
   return _generate_from_all(model, params, cache, request)
 
 
@@ -244,14 +247,27 @@ class Request(NamedTuple):
     )
 
 
-def generate_from(
-  model: Model,
-  params: PyTree,
-  cache: Cache,
-  request: Request,
-  on_token: OnToken | None = None,
-) -> Generated:
-  """Generates, and passes every token to `on_token` as it is made."""
+# Tokens and lengths of the prompts to feed.
+_Feeds = tuple[Int[Array, "B S"], Int[Array, " B"]]
+
+
+class Turn(NamedTuple):
+  """A request that was checked for a cache."""
+
+  decoding: Decoding
+  keep: bool
+  logits: Float[Array, "B V"] | None
+  feeds: _Feeds | None
+  seeds: Int[Array, " B"]
+  prepared: PreparedPlan | None
+
+
+def check_request(model: Model, cache: Cache, request: Request) -> Turn:
+  """Checks all that `generate` refuses, before anything is compiled.
+
+  Raises:
+    InputError: see `generate`.
+  """
   prompts, decoding, keep, seeds = request
   logits, feeds = None, None
   if isinstance(prompts, Prompts):
@@ -264,19 +280,35 @@ def generate_from(
   prepared = prepare_decoding(model, cache, lengths, width, decoding)
   if keep:
     check_room(cache, prepared, width, decoding)
+  given = _seeds(seeds, cache)
+  return Turn(decoding, keep, logits, feeds, given, prepared)
+
+
+def generate_from(
+  model: Model,
+  params: PyTree,
+  cache: Cache,
+  turn: Turn,
+  on_token: OnToken | None = None,
+) -> Generated:
+  """Generates, and passes every token to `on_token` as it is made."""
+  decoding = turn.decoding
   with listening(on_token) as listener:
     limit = jnp.asarray(decoding.max_new_tokens, jnp.int32)
-    inputs = DecodingInputs(_seeds(seeds, cache), listener, prepared, limit)
-    program = _generate_and_keep if keep else _generate_and_discard
+    sampling = SamplingInputs.of(decoding.sampling)
+    inputs = DecodingInputs(
+      turn.seeds, listener, turn.prepared, limit, sampling
+    )
+    program = _generate_and_keep if turn.keep else _generate_and_discard
     layers = layers_apart(model, params, decoding.max_new_tokens)
-    # Compiled for the rounded number of tokens; `limit` stops the loop.
+    # Compiled for the rounded number of tokens; `inputs` stop the loop.
     decoded, new_cache = program(
       model,
       params,
       layers,
       cache,
-      logits,
-      feeds,
+      turn.logits,
+      turn.feeds,
       inputs,
       decoding=decoding.rounded,
     )
@@ -301,7 +333,8 @@ def _generate_from_all(
     if request.keep and len(group) == 1:
       joined = jax.tree.map(jnp.copy, joined)
     rows = caches[group[0]].next_positions.shape[0]
-    answers = generate_from(model, params, joined, request.repeat(len(group)))
+    turn = check_request(model, joined, request.repeat(len(group)))
+    answers = generate_from(model, params, joined, turn)
     kept: Sequence[Cache | None] = [None] * len(group)
     if answers.cache is not None:
       kept = unstack(answers.cache, len(group))
@@ -330,10 +363,6 @@ def _seeds(seeds: Seeds | None, cache: Cache) -> Int[Array, " B"]:
       f"Seeds must be whole numbers of 32 bits; {given.tolist()} are not."
     )
   return jnp.asarray(given, jnp.int32)
-
-
-# Tokens and lengths of the prompts to feed.
-_Feeds = tuple[Int[Array, "B S"], Int[Array, " B"]]
 
 
 @functools.partial(jax.jit, static_argnames=("model", "decoding"))

@@ -4,7 +4,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from kvjax.cache.cache import Cache
@@ -12,7 +11,7 @@ from kvjax.engine.capacity import check_cache, check_caches
 from kvjax.engine.feed import append_block
 from kvjax.engine.forward import prompt_hidden
 from kvjax.errors import InputError
-from kvjax.hosts import read
+from kvjax.hosts import is_traced, read
 from kvjax.model import Model, check_context, check_tokens
 from kvjax.prompts import Prompts, check_batch
 
@@ -41,7 +40,7 @@ def negative_log_likelihood(
     (2,)
   """
   check_batch(prompts)
-  lengths = np.asarray(prompts.lengths)
+  lengths = prompts.known_lengths
   check_context(model, lengths)
   check_tokens(model, prompts.tokens, lengths)
   tokens = jnp.asarray(prompts.tokens)
@@ -57,7 +56,9 @@ def answer_nll(
 ) -> Float[Array, " B"]:
   """Computes the mean of -ln p over given answers, after their questions.
 
-  It is in nats, in float32. The cache is left unchanged.
+  It is in nats, in float32. The cache is left unchanged. Gradients through a
+  prefill must be taken within `jax.jit`, where the length of a cache's context
+  is not checked.
 
   Args:
     model: the functions.
@@ -99,20 +100,18 @@ def answer_nll(
       f"evicting {cache.plan.schedule}."
     )
   question_lengths, answer_lengths = (
-    np.asarray(questions.lengths),
-    np.asarray(answers.lengths),
+    questions.known_lengths,
+    answers.known_lengths,
   )
   pairs = zip(questions.rows(), answers.rows(), strict=True)
   # One block, in which the answer follows its question without padding.
   both = Prompts.of([question + answer for question, answer in pairs])
-  context_lengths = read(cache.next_positions)
   check_cache(model, cache)
-  check_context(
-    model,
-    context_lengths + question_lengths + answer_lengths,
-    "The context, with all that follows,",
-  )
-  check_tokens(model, both.tokens, np.asarray(both.lengths))
+  total = question_lengths + answer_lengths
+  if not is_traced(cache.next_positions):
+    total = total + read(cache.next_positions)
+  check_context(model, total, "The context, with all that follows,")
+  check_tokens(model, both.tokens, both.known_lengths)
   return _answer_nll(
     model,
     params,

@@ -4,7 +4,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from jaxtyping import Array, Float, PyTree
 
 from kvjax.cache.cache import Cache
@@ -51,8 +50,10 @@ def prefill(
 
   Raises:
     InputError: a prompt is longer than the model's context or protects more
-      tokens than are kept, the method rerotates keys and the model cannot, or
-      the mesh has other axes than those of `kvjax.cache.sharding.parse_mesh`.
+      tokens than are kept, the method rerotates keys and the model cannot, the
+      mesh has other axes than those of `kvjax.cache.sharding.parse_mesh`, or
+      prompts are an argument of `jax.jit`, or it is called within `jax.jit` and
+      the sizes of the cache depend on scores.
 
   Examples:
     >>> import kvjax
@@ -77,8 +78,8 @@ def prefill(
   check_mesh(jax.sharding.get_abstract_mesh())
   # Either may be the larger one.
   block = max(plan.schedule.block, plan.schedule.first or 0)
-  check_context(model, max_span(plan, np.asarray(prompts.lengths), block))
-  check_tokens(model, prompts.tokens, np.asarray(prompts.lengths))
+  check_context(model, max_span(plan, prompts.known_lengths, block))
+  check_tokens(model, prompts.tokens, prompts.known_lengths)
   check_plan(model, plan)
   check_context_axis(model, plan, prompts.tokens.shape[1])
   check_protected(plan, prompts, model.geometry)
@@ -174,8 +175,8 @@ def _check_sweep(
         f"A sweep shares one pass over whole prompts; give the plan of "
         f"{plan.schedule} to kvjax.prefill."
       )
-  check_context(model, np.asarray(prompts.lengths))
-  check_tokens(model, prompts.tokens, np.asarray(prompts.lengths))
+  check_context(model, prompts.known_lengths)
+  check_tokens(model, prompts.tokens, prompts.known_lengths)
   for plan in plans:
     check_plan(model, plan)
     check_context_axis(model, plan, prompts.tokens.shape[1])

@@ -5,10 +5,15 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax.errors import InputError
 from kvjax.options.bounds import check_count, check_number
+from kvjax.struct import static, struct
+
+# Temperatures below are as good as this one, whose inverse is finite.
+_LEAST = np.finfo(np.float32).tiny
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,9 +55,40 @@ class Sampling:
 GREEDY = Sampling()
 
 
+@struct
+class SamplingInputs:
+  """A `Sampling` for a compiled program, which takes its numbers as arguments.
+
+  Only what changes the program is static: whether there is a number, and how
+  many tokens `top_k` takes.
+
+  Attributes:
+    scale: what logits are multiplied by, 1 / temperature; None takes the most
+      likely token.
+    top_p: the probability that the most likely tokens reach; None for all.
+    top_k: number of the most likely tokens; 0 for all.
+  """
+
+  scale: Float[Array, ""] | None = None
+  top_p: Float[Array, ""] | None = None
+  top_k: int = static(default=0)
+
+  @classmethod
+  def of(cls, sampling: Sampling) -> "SamplingInputs":
+    """Makes arrays of the numbers."""
+    if sampling.temperature == 0:
+      return cls()
+    # Inverted here, since GPUs round a quotient less exactly than a product.
+    scale = 1 / np.maximum(np.float32(sampling.temperature), _LEAST)
+    top_p = None
+    if sampling.top_p < 1:
+      top_p = jnp.asarray(sampling.top_p, jnp.float32)
+    return cls(jnp.asarray(scale, jnp.float32), top_p, sampling.top_k)
+
+
 def sample(
   logits: Float[Array, "B V"],
-  sampling: Sampling,
+  sampling: SamplingInputs,
   seeds: Int[Array, " B"],
   positions: Int[Array, " B"],
 ) -> Int[Array, " B"]:
@@ -66,14 +102,14 @@ def sample(
     seeds: one seed per row.
     positions: position of the token that is drawn.
   """
-  if sampling.temperature == 0:
+  if sampling.scale is None:
     return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-  logits = logits / sampling.temperature
+  logits = logits * sampling.scale
   if 0 < sampling.top_k < logits.shape[-1]:
     # Tokens that tie with the last of them stay, too.
     least = jax.lax.top_k(logits, sampling.top_k)[0][:, -1:]
     logits = jnp.where(logits >= least, logits, -jnp.inf)
-  if sampling.top_p < 1:
+  if sampling.top_p is not None:
     logits = jax.vmap(_nucleus, in_axes=(0, None))(logits, sampling.top_p)
 
   def draw(
@@ -85,7 +121,9 @@ def sample(
   return jax.vmap(draw)(logits, seeds, positions)
 
 
-def _nucleus(logits: Float[Array, " V"], top_p: float) -> Float[Array, " V"]:
+def _nucleus(
+  logits: Float[Array, " V"], top_p: Float[Array, ""]
+) -> Float[Array, " V"]:
   """Masks all but the fewest most likely tokens that reach `top_p`."""
   order = jnp.argsort(logits, descending=True)
   share = jax.nn.softmax(logits[order])

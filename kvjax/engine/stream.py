@@ -12,7 +12,13 @@ from kvjax.cache.cache import Cache
 from kvjax.contexts import in_these_contexts
 from kvjax.engine.capacity import check_caches
 from kvjax.engine.decode import Decoding
-from kvjax.engine.generate import Generated, Request, Seeds, generate_from
+from kvjax.engine.generate import (
+  Generated,
+  Request,
+  Seeds,
+  check_request,
+  generate_from,
+)
 from kvjax.errors import InputError
 from kvjax.model import Model
 from kvjax.prompts import Prompts
@@ -58,7 +64,9 @@ def stream(
 ) -> Stream:
   """Yields every row's next token as soon as it is decoded; -1 after its end.
 
-  Arguments and errors are those of `kvjax.generate` for a single cache.
+  Arguments and errors are those of `kvjax.generate` for a single cache; wrong
+  arguments are refused before decoding starts.
+
   Decoding is one compiled program nevertheless, which continues whether or not
   its tokens are consumed; a program that leaves early ends once it has. What
   `generate` returns is in `Stream.generated` at the end.
@@ -87,16 +95,15 @@ def stream(
       "A stream is of a single cache; join caches of one kind with "
       "kvjax.stack first."
     )
-  request = Request(prompts, decoding, keep, seeds)
+  # In this thread, or nobody would learn of an error who does not iterate.
+  turn = check_request(model, cache, Request(prompts, decoding, keep, seeds))
   streamed = Stream()
   put = streamed._queue.put
 
   def run() -> None:
     try:
       put(
-        generate_from(
-          model, params, cache, request, lambda _, token: put(token)
-        )
+        generate_from(model, params, cache, turn, lambda _, token: put(token))
       )
     except BaseException as error:  # raised again in the consumer's thread
       put(error)

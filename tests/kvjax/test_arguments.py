@@ -423,3 +423,29 @@ def test_a_prompt_that_is_repeated_without_being_asked_for_is_told():
     kvjax.prefill(MODEL, PARAMS, asked, kvzip)
   with pytest.warns(InputWarning, match="these prompts do not say how"):
     kvjax.sweep(MODEL, PARAMS, PROMPTS, [kvzip])
+
+
+def test_what_jit_does_not_know_is_refused_in_one_sentence():
+  plan = kvjax.get_plan("keydiff", kvjax.Tokens(9))
+  cache, decoding = prefilled(plan), kvjax.Decoding(2)
+
+  def ask(cache, prompts):
+    return kvjax.generate(MODEL, PARAMS, cache, prompts, decoding).tokens
+
+  request = kvjax.RepeatRequest(first=(1, 2), suffix=(3,))
+  asked = dataclasses.replace(PROMPTS, repeat_request=request)
+  kvzip = kvjax.get_plan("kvzip", kvjax.Tokens(9))
+  for call, given in (
+    (lambda cache: ask(cache, QUESTIONS), cache),
+    (lambda params: kvjax.prefill(MODEL, params, asked, kvzip), PARAMS),
+  ):
+    with pytest.raises(InputError, match=r"call it outside of jax\.jit"):
+      jax.jit(call)(given)
+  for call in (
+    lambda prompts: kvjax.prefill(MODEL, PARAMS, prompts, plan),
+    lambda prompts: ask(cache, prompts),
+    lambda prompts: kvjax.negative_log_likelihood(MODEL, PARAMS, prompts),
+    lambda prompts: kvjax.answer_nll(MODEL, PARAMS, cache, prompts, QUESTIONS),
+  ):
+    with pytest.raises(InputError, match="Prompts cannot be arguments of jax"):
+      jax.jit(call)(QUESTIONS)

@@ -1,6 +1,8 @@
 """Generation: from many caches, in parts, token by token, and sampled."""
 
+import contextlib
 import functools
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +12,9 @@ import pytest
 import kvjax
 from kvjax import kernels
 from kvjax.cache.sharding import parse_mesh
+from kvjax.contexts import in_these_contexts
 from kvjax.engine import generate as generating
-from kvjax.engine.sampling import Sampling, sample
+from kvjax.engine.sampling import Sampling, SamplingInputs, sample
 from kvjax.errors import InputError
 from kvjax.kernels import dispatch, tuning
 from kvjax.methods import FullKV, KeyDiff
@@ -93,14 +96,27 @@ def test_many_caches_keep_their_turns():
     assert keep(alone.cache, prompts=questions).rows() == second.rows()
 
 
-def test_a_stream_yields_every_token_and_passes_errors_on(full):
+def test_a_stream_yields_every_token(full):
   cache, _ = full
   prompts, decoding = kvjax.Prompts.of(QUESTIONS), kvjax.Decoding(5)
   for _ in range(2):
     tokens = list(kvjax.stream(MODEL, PARAMS, cache, prompts, decoding))
     np.testing.assert_array_equal(np.stack(tokens).T, ask(cache).tokens)
-  with pytest.raises(InputError, match="3 rows and 1 questions"):
-    next(kvjax.stream(MODEL, PARAMS, cache, kvjax.Prompts.of([[1]]), decoding))
+
+
+def test_a_stream_refuses_wrong_arguments_at_once(full):
+  """Also if nobody asks for its tokens."""
+  cache, _ = full
+  questions, decoding = kvjax.Prompts.of(QUESTIONS), kvjax.Decoding(5)
+  start = functools.partial(kvjax.stream, MODEL, PARAMS, cache)
+  for call, said in (
+    (lambda: start(kvjax.Prompts.of([[1]]), decoding), "and 1 questions"),
+    (lambda: start(questions, decoding, seeds=[1]), "3 rows and 1 seeds"),
+    (lambda: start(questions, decoding, keep=True), "free slots and the cache"),
+    (lambda: start(questions, kvjax.Decoding(4096)), "context is 4096"),
+  ):
+    with pytest.raises(InputError, match=said):
+      call()
 
 
 def test_a_stream_decodes_in_the_contexts_of_its_caller(full):
@@ -137,6 +153,50 @@ def test_a_stream_decodes_in_the_contexts_of_its_caller(full):
   assert set(seen) == {(mesh.abstract_mesh, *uses, 4096, "float32")}
 
 
+def test_a_thread_has_the_options_of_jax_of_its_caller():
+  wanted = {
+    "debug_infs": True,
+    "debug_key_reuse": True,
+    "debug_nans": True,
+    "default_device": jax.devices()[1],
+    "default_matmul_precision": "highest",
+    "default_prng_impl": "rbg",
+    "disable_jit": True,
+    "enable_x64": True,
+    "legacy_prng_key": "error",
+    "numpy_dtype_promotion": "standard",
+    "numpy_rank_promotion": "warn",
+    "threefry_partitionable": False,
+  }
+
+  def options():
+    return {name: getattr(jax.config, f"jax_{name}") for name in wanted}
+
+  seen = []
+  with contextlib.ExitStack() as stack:
+    for name, value in wanted.items():
+      assert options()[name] != value
+      stack.enter_context(getattr(jax, name)(value))
+    run = in_these_contexts(lambda: seen.append(options()))
+  thread = threading.Thread(target=run)
+  thread.start()
+  thread.join()
+  assert seen == [wanted]
+
+
+@pytest.mark.slow
+def test_a_stream_draws_with_the_random_bits_of_its_caller(full):
+  cache, _ = full
+  prompts = kvjax.Prompts.of(QUESTIONS)
+  decoding = kvjax.Decoding(5, sampling=Sampling(900.0))
+  given = MODEL, PARAMS, cache, prompts, decoding
+  with jax.threefry_partitionable(False):
+    tokens = kvjax.generate(*given).tokens
+    streamed = np.stack(list(kvjax.stream(*given))).T
+  np.testing.assert_array_equal(streamed, tokens)
+  assert np.any(tokens != kvjax.generate(*given).tokens)
+
+
 def test_another_listener_needs_no_other_program(full):
   cache, _ = full
   prompts, decoding = kvjax.Prompts.of(QUESTIONS), kvjax.Decoding(5)
@@ -167,12 +227,17 @@ def test_a_stream_keeps_its_turn(full):
   jax.tree.map(np.testing.assert_array_equal, one, other)
 
 
-def test_a_stream_that_failed_has_ended(full):
+def test_a_stream_passes_an_error_on_and_has_ended(full):
   cache, _ = full
-  answer = kvjax.stream(
-    MODEL, PARAMS, cache, kvjax.Prompts.of([[1]]), kvjax.Decoding(2)
-  )
-  with pytest.raises(InputError, match="3 rows and 1 questions"):
+
+  class Broken(TinyModel):
+    def logits(self, params, hidden):
+      raise RuntimeError("no logits")
+
+  model = Broken(MODEL.geometry)
+  questions, decoding = kvjax.Prompts.of(QUESTIONS), kvjax.Decoding(2)
+  answer = kvjax.stream(model, PARAMS, cache, questions, decoding)
+  with pytest.raises(RuntimeError, match="no logits"):
     next(answer)
   assert list(answer) == []
 
@@ -205,14 +270,78 @@ def test_sampling_follows_the_distribution():
   rows = jnp.broadcast_to(logits, (4000, 4))
   seeds = jnp.arange(4000)
   places = jnp.zeros(4000, jnp.int32)
-  drawn = sample(rows, Sampling(1.0), seeds, places)
+
+  def draw(sampling):
+    return sample(rows, SamplingInputs.of(sampling), seeds, places)
+
+  drawn = draw(Sampling(1.0))
   shares = np.bincount(drawn, minlength=4) / 4000
   np.testing.assert_allclose(shares, [0.5, 0.3, 0.15, 0.05], atol=0.03)
   # 0.5 + 0.3 reaches 0.6: two tokens stay, in their ratio.
-  drawn = sample(rows, Sampling(1.0, top_p=0.6), seeds, places)
+  drawn = draw(Sampling(1.0, top_p=0.6))
   shares = np.bincount(drawn, minlength=4) / 4000
   np.testing.assert_allclose(shares, [0.625, 0.375, 0, 0], atol=0.03)
-  drawn = sample(rows, Sampling(1.0, top_k=2), seeds, places)
+  drawn = draw(Sampling(1.0, top_k=2))
   assert set(np.unique(drawn)) == set(np.argsort(rows[0])[-2:].tolist())
-  cold = sample(rows, Sampling(0.01), seeds, places)
+  cold = draw(Sampling(0.01))
   assert np.all(np.asarray(cold) == 0)
+
+
+@pytest.mark.parametrize("top_k", [0, 4])
+def test_numbers_of_sampling_draw_as_constants_of_a_program(top_k):
+  logits = 5 * jax.random.normal(jax.random.key(0), (64, 50))
+  seeds, places = jnp.arange(64), jnp.zeros(64, jnp.int32)
+  draw = jax.jit(lambda inputs: sample(logits, inputs, seeds, places))
+  for temperature, top_p in ((0.3, 1.0), (0.7, 1.0), (0.7, 0.9), (1.9, 0.5)):
+    sampling = Sampling(temperature, top_p, top_k)
+    left = jax.jit(functools.partial(divided, sampling=sampling))(logits)
+    np.testing.assert_array_equal(
+      draw(SamplingInputs.of(sampling)),
+      jax.vmap(drawn_from)(left, seeds, places),
+    )
+  # One without `top_p`, and one with it.
+  assert draw._cache_size() == 2
+
+
+def divided(logits, sampling):
+  """Logits of what may be drawn, by the numbers as they are."""
+  logits = logits / sampling.temperature
+  if sampling.top_k:
+    least = jnp.sort(logits)[:, -sampling.top_k, None]
+    logits = jnp.where(logits >= least, logits, -jnp.inf)
+  order = jnp.argsort(-logits)
+  share = jax.nn.softmax(jnp.take_along_axis(logits, order, axis=1))
+  kept = jnp.cumsum(share, axis=1) - share < sampling.top_p
+  kept = jnp.take_along_axis(kept, jnp.argsort(order), axis=1)
+  return jnp.where(kept, logits, -jnp.inf)
+
+
+def drawn_from(logits, seed, place):
+  key = jax.random.fold_in(jax.random.key(seed), place)
+  return jax.random.categorical(key, logits)
+
+
+def test_other_temperatures_and_shares_take_no_new_program(full):
+  cache, _ = full
+
+  def rows(sampling):
+    prompts = kvjax.Prompts.of(QUESTIONS)
+    decoding = kvjax.Decoding(5, sampling=sampling)
+    return kvjax.generate(MODEL, PARAMS, cache, prompts, decoding).rows()
+
+  programs = generating._generate_and_discard._cache_size
+  sizes, answers = [], []
+  for samplings in (
+    [Sampling(heat) for heat in (0.01, 2.0, 20.0)],
+    [Sampling(900.0, share) for share in (0.01, 0.9)],
+    [Sampling(top_p=share) for share in (1.0, 0.9)],
+  ):
+    before = programs()
+    answers.append([rows(sampling) for sampling in samplings])
+    sizes.append(programs() - before)
+  assert max(sizes) <= 1
+  greedy = answers[2][0]
+  cold, warm, warmer = answers[0]
+  assert cold == greedy != warm != warmer
+  # Few tokens to draw from are as good as the cold.
+  assert answers[1][0] == greedy != answers[1][1]

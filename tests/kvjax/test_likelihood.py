@@ -56,9 +56,9 @@ def prefilled(name):
   return kvjax.prefill(MODEL, PARAMS, kvjax.Prompts.of(ROWS), plan)[0]
 
 
-def answer_nll(cache, questions=QUESTIONS, answers=ANSWERS):
+def answer_nll(cache, questions=QUESTIONS, answers=ANSWERS, params=PARAMS):
   return kvjax.answer_nll(
-    MODEL, PARAMS, cache, kvjax.Prompts.of(questions), kvjax.Prompts.of(answers)
+    MODEL, params, cache, kvjax.Prompts.of(questions), kvjax.Prompts.of(answers)
   )
 
 
@@ -166,3 +166,38 @@ def test_mistakes_are_explained():
   cache, _ = kvjax.prefill(MODEL, PARAMS, kvjax.Prompts.of(ROWS), plan)
   with pytest.raises(InputError, match="goes on evicting every 2"):
     answer_nll(cache)
+
+
+def test_answers_have_gradients_through_a_prefill():
+  """Within one program, by all weights at once, against a difference."""
+  prompts = kvjax.Prompts.of(ROWS)
+  plan = kvjax.get_plan("full", kvjax.Tokens(64))
+
+  def total(params):
+    cache, _ = kvjax.prefill(MODEL, params, prompts, plan)
+    return answer_nll(cache, params=params).sum()
+
+  @jax.jit
+  def moved(size):
+    return jax.tree.map(lambda x: x * (1 + size), PARAMS)
+
+  value, gradient = jax.jit(jax.value_and_grad(total))(PARAMS)
+  np.testing.assert_allclose(value, total(PARAMS), rtol=1e-6)
+  slope = sum(
+    np.vdot(x, y)
+    for x, y in zip(
+      jax.tree.leaves(PARAMS), jax.tree.leaves(gradient), strict=True
+    )
+  )
+  step = 1e-3
+  difference = total(moved(step)) - total(moved(-step))
+  np.testing.assert_allclose(slope, difference / (2 * step), rtol=1e-2)
+
+
+def test_a_traced_cache_leaves_other_checks_in_place():
+  cache = prefilled("keydiff")
+  np.testing.assert_allclose(
+    jax.jit(answer_nll)(cache), answer_nll(cache), rtol=1e-6
+  )
+  with pytest.raises(InputError, match=r"has 4\d+ tokens; .* context is 4096"):
+    jax.jit(lambda cache: answer_nll(cache, answers=[[1] * 4096] * 4))(cache)
