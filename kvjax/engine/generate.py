@@ -189,7 +189,8 @@ def generate(
       context directly.
     decoding: options of decoding.
     keep: whether prompt and answer stay in the cache.
-    seeds: seeds of each row's draws, the same for all caches; zeros by default.
+    seeds: seeds of each row's draws, the same for all caches; by default, the
+      numbers of the rows.
 
   Returns:
     The generated tokens; a tuple of them for many caches.
@@ -323,7 +324,7 @@ def _generate_from_all(
   # Before rows are repeated, so that messages count those that were given.
   for cache in caches[:1]:
     check_prompts(model, cache, request.prompts, request.decoding)
-    _seeds(request.seeds, cache)
+    request = request._replace(seeds=_seeds(request.seeds, cache))
   results: dict[int, Generated] = {}
   # Caches that are kept have no more slots than they need.
   padding = 0 if request.keep else tree_bytes(params)
@@ -351,7 +352,7 @@ def _generate_from_all(
 def _seeds(seeds: Seeds | None, cache: Cache) -> Int[Array, " B"]:
   rows = cache.next_positions.shape
   if seeds is None:
-    return jnp.zeros(rows, jnp.int32)
+    return jnp.arange(rows[0], dtype=jnp.int32)
   given = np.asarray(read(seeds))
   if given.shape != rows:
     raise InputError(

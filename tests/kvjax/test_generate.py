@@ -76,6 +76,18 @@ def test_many_caches_go_on_from_logits():
   alone = [go_on(cache=cache).rows() for cache in caches]
   assert [answers.rows() for answers in go_on(cache=caches)] == alone
   assert alone[0] == alone[2]
+  # The numbers of the rows are the seeds by default, in each of the caches.
+  unseeded = go_on(cache=caches, seeds=None)
+  assert [answers.rows() for answers in unseeded] == alone
+
+
+def test_equal_rows_draw_different_answers():
+  prompts = kvjax.Prompts.of([ROWS[0]] * 3)
+  plan = kvjax.get_plan("full", kvjax.Retention(1.0))
+  cache, logits = kvjax.prefill(MODEL, PARAMS, prompts, plan)
+  decoding = kvjax.Decoding(8, sampling=Sampling(temperature=9.0))
+  answers = kvjax.generate(MODEL, PARAMS, cache, logits, decoding).rows()
+  assert len(set(map(tuple, answers))) == 3
 
 
 @pytest.mark.slow
