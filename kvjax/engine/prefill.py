@@ -51,7 +51,7 @@ def prefill(
   Raises:
     InputError: a prompt is longer than the model's context or protects more
       tokens than are kept, the method rerotates keys and the model cannot, the
-      mesh has other axes than those of `kvjax.cache.sharding.parse_mesh`, or
+      mesh has other axes than those of `kvjax.cache.sharding.parse_mesh`,
       prompts are an argument of `jax.jit`, or it is called within `jax.jit` and
       the sizes of the cache depend on scores.
 

@@ -78,7 +78,7 @@ class SamplingInputs:
     """Makes arrays of the numbers."""
     if sampling.temperature == 0:
       return cls()
-    # Inverted here, since GPUs round a quotient less exactly than a product.
+    # Inverted here, as XLA inverts constants: a device may divide less exactly.
     scale = 1 / np.maximum(np.float32(sampling.temperature), _LEAST)
     top_p = None
     if sampling.top_p < 1:
