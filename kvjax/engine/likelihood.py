@@ -56,9 +56,9 @@ def answer_nll(
 ) -> Float[Array, " B"]:
   """Computes the mean of -ln p over given answers, after their questions.
 
-  It is in nats, in float32. The cache is left unchanged. Gradients through a
-  prefill must be taken within `jax.jit`, where the length of a cache's context
-  is not checked.
+  It is in nats, in float32. The cache is left unchanged. It has
+  gradients, also through a prefill; where these are taken, and within `jax.jit`,
+  the length of the cache's context is not checked.
 
   Args:
     model: the functions.
