@@ -1,8 +1,8 @@
 """KV-cache compression for long-context language models, in JAX.
 
   lm = kvjax.load("smollm2-135m-instruct")
-  chat = lm.compress(open("docs/notes.txt").read(), "keydiff", 0.5)
-  print(chat.ask("Who called?"))
+  chat = lm.compress(open("docs/notes.txt").read(), "keydiff", 0.75)
+  print(chat.ask("What is the code of the cellar door?", 14))
 
 `load` reads a model, and `get_plan` makes a plan from the name of a method and
 a budget. `prefill` compresses prompts by one plan, `sweep` by many at once;

@@ -10,6 +10,11 @@ from kvjax.struct import struct
 class Head:
   """One KV head of one row.
 
+  Compute scores from `keys`, `values`, `positions` and the queries. Some slots
+  may be empty: `valid` is False there, and keys and values are zero, so take
+  means over valid slots only. `cached_keys` and `cached_values` are what the
+  cache stores, and may be NaN in empty slots.
+
   Attributes:
     cached_keys: rotated keys in the cache's dtype; arbitrary in empty slots.
     cached_values: values in the cache's dtype; arbitrary in empty slots.

@@ -46,6 +46,7 @@ WITH_CODE = (
   "docs/methods/gates.md",
   "docs/models.md",
   "docs/sharding.md",
+  "docs/coming_from_kvpress.md",
 )
 
 

@@ -23,10 +23,14 @@ class Features(NamedTuple):
     length: number of tokens.
     tail_nll: the same mean over the last `TAIL` tokens, or over fewer if the
       prompt is shorter; None if not measured.
-    concentration: of the method's scores, see `score_shape`; NaN if the method
-      does not score tokens, None if not measured.
-    skewness: likewise.
-    kurtosis: likewise.
+    concentration: how few tokens have most of the weight, where a token's
+      weight is the method's score minus the lowest: ln(n sum w^2 / (sum w)^2)
+      for n tokens of weights w, mean over layers and heads. It is 0 if all
+      weigh the same. NaN if the method does not score tokens, None if not
+      measured.
+    skewness: third standardized moment of the same scores, the mean of z^3 with
+      z = (score - mean) / deviation; NaN or None as for `concentration`.
+    kurtosis: fourth standardized moment, the mean of z^4; likewise.
   """
 
   nll: Float[np.ndarray, " B"]

@@ -213,9 +213,9 @@ class Calibration:
   def curve_target(self, tau: float) -> float:
     """Target of the curve with which contexts keep the quality tau on average.
 
-    It is the least target whose promise is at least tau, be it lower or higher
-    than tau; 1, which keeps everything, if there is none; and tau if no promise
-    was measured.
+    It is the least target whose promise is at least tau, whether lower or
+    higher than tau; 1, which keeps everything, if there is none; and tau if no
+    promise was measured.
     """
     if not self.promises:
       return tau

@@ -101,7 +101,14 @@ class Method(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class ScoringMethod(Method):
-  """A method that keeps the slots with the highest scores."""
+  """A method that keeps the slots with the highest scores.
+
+  Implement `scores`, or `HeadwiseMethod.score_head` if heads are scored one by
+  one. Override `protected` for slots that are kept whatever their score, and
+  `traits` for what the method reads besides queries, keys and values, or does
+  not support. Budgets, empty slots and the tokens that a prompt protects are
+  taken care of.
+  """
 
   @abc.abstractmethod
   def scores(

@@ -21,11 +21,19 @@ from kvjax.methods.base import ScoringMethod
 
 @dataclasses.dataclass(frozen=True)
 class HeadwiseMethod(ScoringMethod):
-  """A method whose score is a function of one KV head."""
+  """A method whose score is a function of one KV head.
+
+  Implement `score_head`; each head keeps the slots with the highest scores.
+  `protected` and `traits` may be overridden, as those of any `ScoringMethod`.
+  """
 
   @abc.abstractmethod
   def score_head(self, head: Head) -> Float[Array, " T"]:
-    """Computes a float32 score for every slot of one head."""
+    """Computes a float32 score for every slot; those of empty ones are ignored.
+
+    Args:
+      head: keys, values and queries of one KV head of one row.
+    """
 
   @final
   def scores(

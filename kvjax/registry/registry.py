@@ -122,10 +122,14 @@ def register(
   summary: str = "",
   paper: str = "",
 ) -> None:
-  """Registers a method under a name, for the command line and saved caches.
+  """Registers a method under a name, for `get_plan` and saved caches.
 
   A class or function of the same module and name replaces the one that was
   registered before, so that a notebook's cell may run again.
+
+  The name is known in this process only: the programs of the command line do
+  not see what a script registers. They know the methods that installed packages
+  name as entry points of the group `kvjax.methods`.
 
   Args:
     name: lower-case letters, digits and underscores.

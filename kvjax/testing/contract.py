@@ -34,7 +34,8 @@ def check_method(method: Method) -> None:
   model, one of whose layers has a window: whole prompts and blocks, single rows
   and batches, several budgets, protected tokens, and NaN in all empty slots. It
   evicts while decoding, and its caches are saved and loaded, for which its
-  class must be registered (`kvjax.register`). This takes seconds on a CPU.
+  class must be registered (`kvjax.register`). This takes about half a minute on
+  a CPU.
 
   Args:
     method: a method whose options let it evict from a row of 56 tokens, or of
