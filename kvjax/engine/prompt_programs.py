@@ -14,6 +14,7 @@ from kvjax.calibration.features import TAIL
 from kvjax.engine.forward import attend_to_prompt, block_positions
 from kvjax.engine.likelihood import prompt_and_tail_nll
 from kvjax.engine.model_layers import index_layer, layer_stacks, run_block
+from kvjax.hosts import is_traced
 from kvjax.model import LayerSpec, Model
 from kvjax.prompts import Prompts
 
@@ -108,6 +109,7 @@ def forward_layers(
   places = positions(lengths, tokens.shape[1])
   hidden, shared = embed(model, params, tokens, places)
   weights = layer_stacks(model, params)
+  # A gradient needs the hidden states again.
   run = _forward_layer if is_traced(params) else _forward_layer_once
   for layer, spec in enumerate(geometry.layers):
     hidden, activations = run(
@@ -120,11 +122,6 @@ def forward_layers(
       how=(spec, frozenset(optional)),
     )
     yield hidden, activations
-
-
-def is_traced(params: PyTree) -> bool:
-  """Whether a gradient is taken, which needs hidden states again."""
-  return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(params))
 
 
 @functools.partial(jax.jit, static_argnames=("model", "measured"))

@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from kvjax.activations import Activations
 from kvjax.engine.model_layers import index_layer, run_block
-from kvjax.engine.prompt_programs import is_traced
+from kvjax.hosts import is_traced
 from kvjax.kernels.attention import (
   Partial,
   merge,
