@@ -57,7 +57,7 @@ def answer_nll(
   """Computes the mean of -ln p over given answers, after their questions.
 
   It is in nats, in float32. The cache is left unchanged. It has
-  gradients, also through a prefill; where these are taken, and within `jax.jit`,
+  gradients, also through a prefill; where they are taken, and within `jax.jit`,
   the length of the cache's context is not checked.
 
   Args:
