@@ -247,6 +247,11 @@ def test_a_number_is_no_sampling(untyped, tiny):
     chat.ask(QUESTIONS[0], 10, sampling=0.7)
 
 
+def test_a_method_is_no_name(untyped, tiny):
+  with pytest.raises(InputError, match=r"kvjax\.models\.Chat\(lm, text, plan\)"):
+    tiny.compress(TEXT, kvjax.get_method("keydiff"), 0.5)
+
+
 def test_the_path_of_a_file_is_warned_of(tiny, tmp_path):
   path = tmp_path / "notes.txt"
   path.write_text(TEXT)
