@@ -217,7 +217,7 @@ def _share(text: str) -> kvjax.Retention:
 def _tokens(text: str) -> kvjax.Tokens:
   if _SHARE.fullmatch(text.strip()):
     raise InputError(
-      f"--budget counts tokens; did you mean --retention={text.strip()}?"
+      f"--budget counts tokens (did you mean --retention={text.strip()}?)."
     )
   takes = "--budget takes whole numbers such as 256,64"
   return kvjax.Tokens(_number(text, int, takes))

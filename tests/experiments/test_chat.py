@@ -248,7 +248,9 @@ def test_a_number_is_no_sampling(untyped, tiny):
 
 
 def test_a_method_is_no_name(untyped, tiny):
-  with pytest.raises(InputError, match=r"kvjax\.models\.Chat\(lm, text, plan\)"):
+  with pytest.raises(
+    InputError, match=r"kvjax\.models\.Chat\(lm, text, plan\)"
+  ):
     tiny.compress(TEXT, kvjax.get_method("keydiff"), 0.5)
 
 
