@@ -115,6 +115,8 @@ def main() -> None:
         "longer one."
       )
     chosen = list(_cases(sizes, lengths))
+    if peer is None:
+      print(_alone(), file=sys.stderr)
     print(
       f"With default flags, the {_TABLE.value} table takes about "
       f"{_MINUTES[_TABLE.value]} minutes on two cores.",
@@ -134,10 +136,14 @@ def main() -> None:
     peers=compared[0].versions,
   )
   if peer is None:
-    print(
-      f"There is no kvpress in {_PEER.value}, so kvjax is alone; `make peers` "
-      "sets it up."
-    )
+    print(_alone())
+
+
+def _alone() -> str:
+  return (
+    f"There is no kvpress in {_PEER.value}, so kvjax is alone; `make peers` "
+    "sets it up."
+  )
 
 
 def _cases(sizes: cases.Sizes, lengths: Sequence[int]) -> Iterator[cases.Case]:

@@ -36,6 +36,7 @@ Source: Chari and Van Durme, arXiv 2507.08143, Section 3.4.
 """
 
 import dataclasses
+import math
 import pathlib
 import shlex
 import time
@@ -59,6 +60,7 @@ from kvjax.experiments.inputs import (
   run_inputs,
   text_inputs,
 )
+from kvjax.experiments.report import wording
 from kvjax.experiments.run import environment, multihost, results
 from kvjax.experiments.run.candidates import (
   DEFAULT,
@@ -166,6 +168,8 @@ def main() -> None:
       with progress_bar(None, transient=True):
         console.print(str(dry_run.foresee(lm, works)))
       return
+    if note := _too_few(len(choice.tasks) * len(lengths)):
+      console.print(note, soft_wrap=True)
     dry_run.announce(lm, works)
     fitted = run.fit(chosen, steps)
     device = environment.device(devices)
@@ -254,7 +258,8 @@ class _Run(NamedTuple):
       "%s has %d measurements already", self.folder / file, len(store.records)
     )
     new = len(set(wanted(chosen, samples)) - store.records.keys())
-    with progress_bar(new) as advance:
+    # One that is transient leaves nothing behind where there is nothing to do.
+    with progress_bar(new, transient=not new) as advance:
       return measuring.measure(
         self.lm, chosen, samples, store, run_inputs.batch(), advance
       )
@@ -289,6 +294,27 @@ class _Run(NamedTuple):
 def _others() -> int:
   """The number of other samples of a task; the paper's rule needs none."""
   return _OTHERS.value if _RULE.value == PREFILL else 0
+
+
+def _too_few(parts: int) -> str:
+  """Says if the promises of n contexts, at most n / (n + 1), are below tau.
+
+  Args:
+    parts: number of tasks times that of lengths.
+  """
+  tau = _TAU.value
+  if _RULE.value == PAPER or tau == 1:
+    return ""
+  others = _others()
+  flag, count = ("others", others) if others else ("samples", _SAMPLES.value)
+  needed = math.ceil(tau / (1 - tau) - 1e-9)
+  if count * parts >= needed:
+    return ""
+  return (
+    f"{wording.count(count * parts, 'context')} of --{flag} cannot promise "
+    f"--tau={tau:g}, so that all of every context is kept; it takes {needed}, "
+    f"as --{flag}={math.ceil(needed / parts)} draws."
+  )
 
 
 def _trials(records: pathlib.Path) -> str:

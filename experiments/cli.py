@@ -29,6 +29,14 @@ _LARGEST = 2**31 - 1
 _LONGEST = 300
 _LONGEST_SENTENCE = 3000
 _FLAG_FILES = ("--flagfile", "-flagfile")
+# Flags of kvpress, and which of ours take their place.
+_OF_KVPRESS = {
+  "compression_ratio": (
+    "retention",
+    ", the share that is kept (1 - compression_ratio)",
+  ),
+  "press_name": ("methods", ""),
+}
 _FORMATTED = warnings.formatwarning
 
 
@@ -309,7 +317,11 @@ def _parse(argv: Sequence[str]) -> list[str]:
 
 
 def _no_flag(name: str) -> str:
-  guess = suggest(name, help_pages.own_flags())
+  own = help_pages.own_flags()
+  guess = suggest(name, own)
+  flag, meaning = _OF_KVPRESS.get(name, ("", ""))
+  if flag in own:
+    guess = f"; give --{flag}{meaning}"
   return f"There is no flag --{_shorten(name)}{guess}; --help lists the flags."
 
 

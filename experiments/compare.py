@@ -34,6 +34,7 @@ import kvjax
 from kvjax.errors import InputError
 from kvjax.experiments import cli
 from kvjax.experiments.benchmarks import repetition
+from kvjax.experiments.benchmarks.ruler import generator
 from kvjax.experiments.inputs import (
   essay_inputs,
   host_inputs,
@@ -93,7 +94,7 @@ def main() -> None:
 def _compare(chosen: Sequence[Candidate]) -> None:
   began = time.monotonic()
   folder = outputs.folder(_OUTPUT.value)
-  suite.check_tasks(needle_inputs.TASKS.value)
+  _check_tasks(needle_inputs.TASKS.value)
   settings = method_inputs.settings(
     "needles", essay_inputs.texts().needle_origins, method_inputs.protocol()
   )
@@ -117,6 +118,17 @@ def _compare(chosen: Sequence[Candidate]) -> None:
     summary["rows"] += summaries.at_retention_one(summary["rows"], names)
   console.print(writing.write_comparison(folder, summary, run.answers))
   console.print(f"{run}; all in {folder}")
+
+
+def _check_tasks(names: Sequence[str]) -> None:
+  """Refuses names that are no tasks, or tasks of another program."""
+  for name in names:
+    if name in generator.TASKS and name not in suite.TASKS:
+      raise InputError(
+        f"There is no task {name!r} in kvjax compare; `kvjax evaluate "
+        f"--benchmark=ruler --tasks={name}` has it."
+      )
+  suite.check_tasks(names)
 
 
 def _answer_question(

@@ -2,15 +2,18 @@
 
 import dataclasses
 import numbers
+import os
+import warnings
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import jax
 
 import kvjax
 from kvjax.engine.capacity import check_prompts, missing_slots, prepare_decoding
+from kvjax.engine.plan_conflicts import OWN_FRAMES
 from kvjax.engine.sampling import Sampling
-from kvjax.errors import InputError
+from kvjax.errors import InputError, InputWarning
 from kvjax.hosts import read
 
 if TYPE_CHECKING:
@@ -60,9 +63,11 @@ class Chat:
     """Prefills the text and compresses it.
 
     Raises:
-      InputError: the text is longer than the model's context, or the model has
-        no tokenizer.
+      InputError: the text is none, empty, or longer than the model's context,
+        or the model has no tokenizer.
     """
+    _check_text("text to compress", text)
+    _warn_of_path(text)
     self._lm = lm
     before, self._suffix = lm.text.split_chat(text)
     contexts = kvjax.Prompts.of([lm.text.encode(before)])
@@ -132,8 +137,11 @@ class Chat:
 
     Raises:
       InputError: text, turns and answer are longer than the model's context,
-        or the seed does not fit 32 bits.
+        the question is none or empty, the sampling is no `kvjax.Sampling`, or
+        the seed does not fit 32 bits.
     """
+    _check_text("question", question)
+    _check_sampling(sampling)
     self._finish()
     lm = self._lm
     between = lm.text.between_turns() if self._has_turns else ""
@@ -212,6 +220,33 @@ class Chat:
     if room > self._room:
       self._cache = kvjax.reserve(cache, room - self._room)
       self._room = room
+
+
+def _check_text(name: str, given: Any) -> None:
+  """Refuses anything but a text with something in it."""
+  if not isinstance(given, str) or not given.strip():
+    raise InputError(
+      f"A {name} is a text that is not empty; {given!r:.80} is none."
+    )
+
+
+def _check_sampling(given: Any) -> None:
+  if given is not None and not isinstance(given, Sampling):
+    raise InputError(
+      "The sampling of an answer is a kvjax.Sampling, as "
+      f"kvjax.Sampling(temperature=0.7) is; {given!r:.80} is none."
+    )
+
+
+def _warn_of_path(text: str) -> None:
+  """Warns of a text that is the path of a file."""
+  if "\n" not in text and os.path.isfile(text):
+    warnings.warn(
+      f"{text!r} is the path of a file, and the path, not what the file "
+      "holds, is compressed; pass the file's content.",
+      InputWarning,
+      skip_file_prefixes=OWN_FRAMES,
+    )
 
 
 def as_budget[B](budget: float | B) -> kvjax.Budget | B:

@@ -92,7 +92,7 @@ class Pretrained:
 
     Raises:
       InputError: the name stands for no method, the budget is out of range, or
-        the text is longer than the model's context.
+        the text is none, empty, or longer than the model's context.
     """
     plan = get_plan(method, as_budget(budget), schedule)
     return Chat(self, text, plan)

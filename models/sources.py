@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import pathlib
+import re
 from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
@@ -26,6 +27,8 @@ from kvjax.models.weights import read_weights
 from kvjax.registry.naming import suggest
 
 _CONFIG = "config.json"
+# OWNER/NAME.
+_OF_HUB = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 # Special tokens, which both of a directory's configurations may name.
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -90,6 +93,12 @@ def find(model: str | os.PathLike[str]) -> Source:
       raise InputError(
         f"{place} has no {_CONFIG}; a model directory holds {_CONFIG}, "
         "safetensors weights and tokenizer.json, or a GGUF file."
+      )
+    if _OF_HUB.fullmatch(str(model)):
+      raise InputError(
+        f"There is no folder {str(model)!r}; for the model of this name on the "
+        f"Hugging Face hub, run `hf download {model} --local-dir DIR` and give "
+        "DIR."
       )
     names = [*catalog.NAMED, catalog.REFERENCE]
     raise InputError(

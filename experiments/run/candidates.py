@@ -1,6 +1,7 @@
 """The candidates of a comparison: methods, each at several budgets."""
 
 import dataclasses
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from kvjax.options.schedules import WHOLE
 from kvjax.retrieval.base import Retrieval
 
 FULL = "full"
+_SHARE = re.compile(r"0?\.[0-9]+")
 # The methods that a comparison takes by default: those of the four papers that
 # evict, and the best known others, so that a demo takes minutes.
 DEFAULT = [
@@ -178,14 +180,8 @@ def parse_thresholds(texts: Sequence[str]) -> list[Given]:
   Raises:
     InputError: a value is not a number.
   """
-  try:
-    return [kvjax.Threshold(float(text)) for text in texts]
-  except InputError:
-    raise
-  except ValueError as error:
-    raise InputError(
-      f"--threshold takes scores such as -4,-6: {error}."
-    ) from error
+  takes = "--threshold takes scores such as -4,-6"
+  return [kvjax.Threshold(_number(text, float, takes)) for text in texts]
 
 
 def parse_budgets(
@@ -205,22 +201,36 @@ def parse_budgets(
   Raises:
     InputError: a value is not a number in range.
   """
-  try:
-    if tokens is not None:
-      return [_parse(text, lambda x: kvjax.Tokens(int(x))) for text in tokens]
-    return [
-      _parse(text, lambda x: kvjax.Retention(float(x)))
-      if auto is None or text.strip() != AUTO
-      else auto
-      for text in retention
-    ]
-  except InputError:
-    raise
-  except ValueError as error:
+  if tokens is not None:
+    return [_parse(text, _tokens) for text in tokens]
+  return [
+    _parse(text, _share) if auto is None or text.strip() != AUTO else auto
+    for text in retention
+  ]
+
+
+def _share(text: str) -> kvjax.Retention:
+  takes = "--retention takes numbers such as 0.5,0.25"
+  return kvjax.Retention(_number(text, float, takes))
+
+
+def _tokens(text: str) -> kvjax.Tokens:
+  if _SHARE.fullmatch(text.strip()):
     raise InputError(
-      "--retention takes numbers such as 0.5,0.25 and --budget whole numbers "
-      f"such as 256,64: {error}."
-    ) from error
+      f"--budget counts tokens (did you mean --retention={text.strip()}?)."
+    )
+  takes = "--budget takes whole numbers such as 256,64"
+  return kvjax.Tokens(_number(text, int, takes))
+
+
+def _number[Number: (int, float)](
+  text: str, kind: type[Number], takes: str
+) -> Number:
+  """Parses a number of a flag; `takes` says which flag takes what."""
+  try:
+    return kind(text)
+  except ValueError as error:
+    raise InputError(f"{takes}; {text[:60]!r} is none.") from error
 
 
 def _parse(

@@ -221,8 +221,8 @@ class Plan:
     shares = allocation.ragged and not self.method.allocation.ragged
     if (allocation.votes or shares) and self.method.votes is None:
       raise InputError(
-        "Heads compete by the scores of slots or the votes of an observation "
-        f"window; {name} has neither."
+        "Heads compete by scores of tokens that are final before the budget is "
+        f"known or by the votes of an observation window; {name} has neither."
       )
     if allocation.whole_model and self.method.votes is not self.method:
       raise InputError(

@@ -65,8 +65,8 @@ class Critical(Method):
     name = type(self.over).__name__
     if not isinstance(self.over, ScoringMethod):
       raise InputError(
-        f"critical/ multiplies the scores of tokens; {name} gives no scores to "
-        "single tokens."
+        "critical/ multiplies scores of tokens that are final before the "
+        f"budget is known; {name} gives none."
       )
     if not self.over.traits.weighs:
       raise InputError(

@@ -33,6 +33,11 @@ class Tokens:
 
   def __post_init__(self) -> None:
     check_number("A budget in tokens", self.count)
+    if 0 < self.count < 1:
+      raise InputError(
+        f"A budget in tokens is a whole number; give the share {self.count:g} "
+        f"as kvjax.Retention({self.count:g})."
+      )
     if self.count < 1:
       raise InputError(
         f"A budget of {self.count} tokens keeps nothing; give 1 or more."

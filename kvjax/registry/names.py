@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+from typing import Any
 
 from kvjax.allocation.base import Allocation
 from kvjax.calibration.record import Calibrated
@@ -55,12 +56,25 @@ def get_recipe(name: str) -> Recipe:
       )
   base, *options = last.split(":")
   recipe = recipe_of(make_named(base, METHODS))
-  for text in reversed(before):
-    recipe = wrap(text, recipe)
+  label = base
+  for text, name in zip(reversed(before), reversed(names), strict=True):
+    recipe = wrap(text, recipe, label)
+    label = f"{name}/{label}"
   default = recipe.method.allocation
-  label = "/".join([*names, base])
   changed: Recipe = with_options(label, recipe, options)
+  inner = [name for name in names if WRAPPERS[name].method is not None]
+  _check_even("/".join([*inner, base]), changed)
   return _refit(changed, default)
+
+
+def _check_even(label: str, recipe: Recipe) -> None:
+  """Refuses to spread a budget, as plans do, in the words of the name."""
+  reason = recipe.method.traits.even
+  if recipe.allocation is not None and reason:
+    raise InputError(
+      f"The budget of {label} cannot be spread unevenly over layers or heads: "
+      f"{reason}."
+    )
 
 
 def _split(name: str) -> tuple[list[str], str]:
@@ -174,6 +188,7 @@ def get_plan(
     >>> plan.method.anchor
     'mean_unit'
   """
+  _check_name(name)
   name = name.strip()
   first, slash, kept_name = name.partition("/")
   base = first.partition(":")[0]
@@ -227,6 +242,16 @@ def get_plan(
     recipe.allocation,
     decoding,
   )
+
+
+def _check_name(name: Any) -> None:
+  """Checks the type, for callers without a static type checker."""
+  if not isinstance(name, str):
+    raise InputError(
+      f"kvjax.get_plan takes a name such as 'keydiff', not {name!r:.80}; give "
+      "a method to kvjax.Plan(method, budget), and that plan to "
+      "kvjax.models.Chat(lm, text, plan) for a chat."
+    )
 
 
 def _rounded(

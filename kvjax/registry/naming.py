@@ -115,6 +115,17 @@ def _option_names(part: Any) -> list[str]:
   ]
 
 
+def options_of(made: Any) -> dict[str, Any]:
+  """Returns the options of a method or a recipe, and their present values."""
+  parts = [part for _, part in _parts(made, nested=True)]
+  # Of options of the same name, a name sets that of the first part.
+  return {
+    name: getattr(part, name)
+    for part in reversed(parts)
+    for name in _option_names(part)
+  }
+
+
 def _all_options(made: Any, nested: bool) -> list[str]:
   parts = [part for _, part in _parts(made, nested)]
   return list(dict.fromkeys(n for part in parts for n in _option_names(part)))

@@ -85,12 +85,13 @@ WRAPPERS: Mapping[str, Wrapper] = {
 PREFIXES.update(name for name in WRAPPERS if "." not in name)
 
 
-def wrap(text: str, inner: Recipe) -> Recipe:
+def wrap(text: str, inner: Recipe, label: str) -> Recipe:
   """Puts a name before a recipe.
 
   Args:
     text: the name, with options of its own after colons.
     inner: the recipe.
+    label: its name, for messages.
 
   Raises:
     InputError: there is no such name or option, or it does not fit the recipe.
@@ -114,7 +115,7 @@ def wrap(text: str, inner: Recipe) -> Recipe:
     )
     return Recipe(wrapped, None, rounding)
   assert wrapper.allocation is not None
-  _check_spread(name.partition(".")[0], inner)
+  _check_spread(name.partition(".")[0], inner, label)
   over = inner.allocation or method.allocation
   allocation: Allocation = with_options(
     name, wrapper.allocation(method, over), options, nested=False
@@ -122,17 +123,16 @@ def wrap(text: str, inner: Recipe) -> Recipe:
   return Recipe(method, allocation, rounding)
 
 
-def _check_spread(base: str, inner: Recipe) -> None:
+def _check_spread(base: str, inner: Recipe, label: str) -> None:
   """Refuses to spread a budget that cannot be spread, or is already."""
-  name = type(inner.method).__name__
   over = inner.allocation or inner.method.allocation
   if over.spreads_layers:
     raise InputError(
-      f"The budget of {name} cannot be spread unevenly over layers or heads: "
+      f"The budget of {label} cannot be spread unevenly over layers or heads: "
       "its layers have their shares; write pyramid/ada/NAME for both."
     )
   if base == "ada" and over.ragged:
     raise InputError(
-      f"The heads of {name} have unequal shares already; give ada/ a method "
+      f"The heads of {label} have unequal shares already; give ada/ a method "
       "whose heads keep as many."
     )

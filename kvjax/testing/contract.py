@@ -12,6 +12,7 @@ from jaxtyping import Array, Int, PyTree
 from kvjax.activations import OPTIONAL, Activations
 from kvjax.allocation.base import LayerBudget
 from kvjax.cache.layers import LayerCache
+from kvjax.checkpoint.trees import describe
 from kvjax.errors import InputError
 from kvjax.methods.base import Method, ScoringMethod
 from kvjax.options.budgets import Budget, Retention, Tokens
@@ -55,6 +56,7 @@ def check_method(method: Method) -> None:
     _check_evaluation(subject)
     _check_choice(subject)
     _check_memory(subject)
+  _check_registered(subject)
   check_whole_prompts(subject)
   check_blocks(subject)
 
@@ -135,6 +137,24 @@ def _check_evaluation(subject: Subject) -> None:
       "them here, whatever the cache's dtype; it gives "
       f"{scores.dtype} {scores.shape}.",
     )
+  _check_numbers(subject, subject.method)
+
+
+def _check_numbers(subject: Subject, method: ScoringMethod) -> None:
+  """Refuses NaN as the score of a token."""
+  activations = subject.activations().only(subject.traits.activations)
+  cache = LayerCache.of(activations)
+  with explain(f"{subject.name} fails to score slots"):
+    scores = jax.jit(method.scores)(
+      jnp.int32(subject.layer), cache, activations
+    )
+  lost = np.argwhere(np.isnan(scores) & np.asarray(cache.valid))
+  require(
+    not lost.size,
+    f"{subject.name} must give every token a score; that of {len(lost)} "
+    "tokens is NaN here: a score of -inf evicts a token first, and NaN of "
+    "empty slots must not reach a sum.",
+  )
 
 
 def _trace(
@@ -319,6 +339,15 @@ def _check_choice(subject: Subject) -> None:
     f"{name} must choose for every head that holds keys (per_query_head=True), "
     f"{wide.keys.shape[1]} here; it chooses for {slots.shape[1]}.",
   )
+
+
+def _check_registered(subject: Subject) -> None:
+  """Refuses what caches cannot be saved with, before minutes of checks.
+
+  Caches that are compressed once do not hold their method.
+  """
+  if not subject.traits.whole_prompts_only:
+    describe(subject.method, "", {})
 
 
 def _check_memory(subject: Subject) -> None:

@@ -180,7 +180,7 @@ def test_auto_stands_beside_numbers(tmp_path):
   auto = automatic(tmp_path)
   half = kvjax.Retention(0.5)
   assert parse_budgets(["auto ", "0.5"], None, auto) == [auto, half]
-  with pytest.raises(InputError, match=r"could not convert string .* 'auto'"):
+  with pytest.raises(InputError, match=r"takes numbers .* 'auto' is none"):
     parse_budgets(["auto"], None)
 
 
@@ -329,6 +329,9 @@ def test_the_program_writes_records_that_compare_reads(
   assert not folder.exists()
   done = run_binary(*command, f"--output={folder}")
   assert done.returncode == 0, done.stderr
+  (few,) = [line for line in done.stdout.splitlines() if "promise" in line]
+  assert few.startswith("1 context of --others cannot promise --tau=0.95")
+  assert few.endswith("it takes 19, as --others=19 draws.")
   assert {path.name for path in folder.iterdir()} == {
     *("triples.jsonl", "others.jsonl", "held_out.jsonl", "summary.json"),
     *("calibration.md", "ratio_curves.png", "retention_bars.png", "records"),
@@ -363,6 +366,8 @@ def test_the_program_writes_records_that_compare_reads(
   measured = (folder / "triples.jsonl").read_bytes()
   again = run_binary(*command, f"--output={folder}", "--tau=0.5", "--others=0")
   assert again.returncode == 0, again.stderr
+  assert "0/0" not in again.stderr
+  assert "cannot promise" not in again.stdout
   assert (folder / "triples.jsonl").read_bytes() == measured
   refitted = json.loads((folder / "summary.json").read_text())
   assert (refitted["tau"], refitted["others"]) == (0.5, 0)

@@ -1,5 +1,7 @@
 """Methods and budgets as the command line names them."""
 
+import re
+
 import pytest
 from absl import flags
 from absl.testing import flagsaver
@@ -26,8 +28,24 @@ def test_numbers_joined_by_plus_signs_are_those_of_layers():
   (budget,) = parse_budgets([], ["512+64"])
   assert budget == kvjax.PerLayer([kvjax.Tokens(512), kvjax.Tokens(64)])
   assert str(budget) == "512+64 tokens"
-  with pytest.raises(InputError, match="--retention takes numbers such as"):
-    parse_budgets(["0.5+"], None)
+
+
+@pytest.mark.parametrize(
+  ("shares", "tokens", "said"),
+  [
+    (["0.5+"], None, "--retention takes numbers such as 0.5,0.25; '' is none."),
+    (
+      ["50%"],
+      None,
+      "--retention takes numbers such as 0.5,0.25; '50%' is none",
+    ),
+    ([], ["0.5"], "--budget counts tokens (did you mean --retention=0.5?)."),
+    ([], ["1e3"], "--budget takes whole numbers such as 256,64; '1e3' is none"),
+  ],
+)
+def test_what_is_no_number_is_refused(shares, tokens, said):
+  with pytest.raises(InputError, match=re.escape(said)):
+    parse_budgets(shares, tokens)
 
 
 def test_thresholds_are_scores():

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import InputError
+from kvjax import InputError, InputWarning
 from kvjax.engine import generate as generating
 from kvjax.models import chat as chats
 
@@ -229,6 +229,38 @@ def test_budgets_are_shares_tokens_or_budgets():
 def test_what_is_wrong_is_said(tiny, arguments, sentence):
   with pytest.raises(InputError, match=sentence):
     tiny.compress(TEXT, *arguments)
+
+
+NO_TEXTS = [None, ["a", "b"], b"bytes", "", " \n"]
+
+
+@pytest.mark.parametrize("text", NO_TEXTS)
+def test_texts_and_questions_have_something_in_them(untyped, tiny, text):
+  with pytest.raises(InputError, match=r"A text to compress is .* is none\."):
+    tiny.compress(text)
+  chat = tiny.compress(TEXT)
+  with pytest.raises(InputError, match=r"A question is a text .* is none\."):
+    chat.ask(text, 10)
+
+
+def test_a_number_is_no_sampling(untyped, tiny):
+  chat = tiny.compress(TEXT)
+  with pytest.raises(InputError, match=r"kvjax\.Sampling.*; 0\.7 is none"):
+    chat.ask(QUESTIONS[0], 10, sampling=0.7)
+
+
+def test_a_method_is_no_name(untyped, tiny):
+  with pytest.raises(
+    InputError, match=r"kvjax\.models\.Chat\(lm, text, plan\)"
+  ):
+    tiny.compress(TEXT, kvjax.get_method("keydiff"), 0.5)
+
+
+def test_the_path_of_a_file_is_warned_of(tiny, tmp_path):
+  path = tmp_path / "notes.txt"
+  path.write_text(TEXT)
+  with pytest.warns(InputWarning, match="is the path of a file, and the path"):
+    tiny.compress(str(path))
 
 
 def test_a_model_without_a_tokenizer_cannot_chat(tiny):

@@ -185,8 +185,20 @@ def test_a_threshold_has_a_retention_of_its_own(
     (["--kv_dtype=int8", "--every=4"], "--every and --kv_dtype do not go"),
     (["--kv_dtype=fp8", "--methods=flat"], "has flat: Flat retrieves keys as"),
     (["--tasks=niah"], "There is no task 'niah'; the tasks are niah_single_1"),
+    (["--tasks=vt"], "`kvjax evaluate --benchmark=ruler --tasks=vt` has it."),
     (["--samples=0"], "--samples=0"),
     (["--lenght=512"], "no flag --lenght (did you mean length"),
+    (
+      ["--compression_ratio=0.5"],
+      "no flag --compression_ratio; give --retention, the share that is kept "
+      "(1 - compression_ratio); --help",
+    ),
+    (["--press_name=snapkv"], "no flag --press_name; give --methods; --help"),
+    (["--retention=50%"], "such as 0.5,0.25; '50%' is none."),
+    (
+      ["--budget=0.5"],
+      "--budget counts tokens (did you mean --retention=0.5?).",
+    ),
     (["extra"], "There is no argument 'extra'"),
     (["--dtype=int8"], "--dtype=int8"),
     (["--mesh=data:64"], "needs 64 devices; there are 4."),

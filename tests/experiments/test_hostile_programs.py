@@ -225,7 +225,7 @@ def test_a_model_that_is_something_else(
     ("compare", ["--flagfile=/proc"], "flagfile"),
     ("compare", ["--text=/dev/zero", "--question=a"], "a pipe or a device; g"),
     ("compare", ["--tasks=", "--output=new"], "Name a task; the tasks are"),
-    ("compare", ["--retention=0.5+", "--output=new"], "could not convert stri"),
+    ("compare", ["--retention=0.5+", "--output=new"], "--retention takes numb"),
     ("compare", ["--kernels=x\x1b[2J", "--output=new"], "'x\\x1b[2J' does not"),
     ("evaluate", ["--benchmark=ruler", "--tasks="], "Name a task; the tasks"),
     ("evaluate", ["--data=/dev/zero", "--output=new"], "holds no samples of R"),

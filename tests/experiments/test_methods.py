@@ -1,5 +1,11 @@
 """The list of methods."""
 
+import dataclasses
+
+import pytest
+
+import kvjax
+from kvjax.errors import InputError
 from kvjax.experiments import methods
 from kvjax.registry.registry import METHODS, RETRIEVALS
 from kvjax.registry.wrappers import WRAPPERS
@@ -20,3 +26,55 @@ def test_it_is_a_program(run_binary):
   done = run_binary("kvjax.experiments.main", "methods")
   assert done.returncode == 0, done.stderr
   assert done.stdout == methods.listing() + "\n"
+  one = run_binary("kvjax.experiments.main", "methods", "snapkv", "ctkvr.512")
+  assert one.returncode == 0, one.stderr
+  pages = [methods.page("snapkv"), methods.page("ctkvr.512")]
+  assert one.stdout == "\n\n".join(pages) + "\n"
+  wrong = run_binary("kvjax.experiments.main", "methods", "snapkw")
+  assert wrong.returncode == 2
+  assert "no method 'snapkw' (did you mean snapkv" in wrong.stderr
+
+
+def test_a_page_has_options_values_and_presets():
+  first, second, *lines = methods.page("snapkv").splitlines()
+  assert "SnapKV; arXiv 2404.14469" in first
+  assert second.strip().startswith("Keeps the observation window")
+  rows = [line.split() for line in lines]
+  assert ["window", "32"] in rows
+  assert ["paper_postproc", "false"] in rows
+  assert "Presets: snapkv.orig, snapkv.longbench" in " ".join(lines)
+  # Those of the allocation, too; and a preset has its own.
+  assert ["alpha", "0.2"] in map(str.split, methods.page("adakv").splitlines())
+  preset = methods.page("key_norm.lagkv").splitlines()
+  assert ["skip_layers", "0+1"] in map(str.split, preset)
+  for name in (*METHODS, *RETRIEVALS):
+    assert max(map(len, methods.page(name).splitlines())) <= 80
+  with pytest.raises(InputError, match=r"no method 'ctkv' .did you mean ctkvr"):
+    methods.page("ctkv")
+
+
+@dataclasses.dataclass(frozen=True)
+class Newest(kvjax.methods.HeadwiseMethod):
+  """Keeps the newest tokens of a test.
+
+  And nothing else.
+  """
+
+  def score_head(self, head):
+    return head.positions.astype("float32")
+
+
+@dataclasses.dataclass(frozen=True)
+class Mute(Newest):
+  factor: int = 1
+
+
+def test_a_method_without_a_summary_is_listed_by_its_docstring(monkeypatch):
+  monkeypatch.setattr(METHODS, "_entries", dict(METHODS._entries))
+  kvjax.register("newest_of_a_test", Newest)
+  kvjax.register("mute_of_a_test", Mute)
+  lines = methods.listing().splitlines()
+  (newest,) = [line for line in lines if "newest_of_a_test" in line]
+  assert newest.endswith("Keeps the newest tokens of a test.")
+  (mute,) = [line for line in lines if "mute_of_a_test" in line]
+  assert mute.strip() == "mute_of_a_test"

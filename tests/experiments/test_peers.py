@@ -211,7 +211,9 @@ def test_without_a_peer_we_are_alone(
     f"--output={tmp_path}",
   )
   assert result.returncode == 0, result.stderr
-  assert f"the {table} table takes about" in result.stderr
+  alone, _, rest = result.stderr.partition("\n")
+  assert alone.startswith(f"There is no kvpress in {tmp_path}, so kvjax is al")
+  assert f"the {table} table takes about" in rest
   assert "so kvjax is alone" in " ".join(result.stdout.split())
   assert '"theirs": null' in (tmp_path / "measured.json").read_text()
   written = (tmp_path / "table.md").read_text()

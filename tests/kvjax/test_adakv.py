@@ -324,7 +324,9 @@ def test_an_alpha_that_is_no_share_is_refused(alpha):
 
 
 def test_a_method_without_scores_or_window_is_refused():
-  with pytest.raises(InputError, match="Compactor has neither"):
+  with pytest.raises(
+    InputError, match=r"final before .* Compactor has neither"
+  ):
     kvjax.get_plan("ada/compactor", kvjax.Tokens(9))
   for method in (Compactor(), Compactor(spread="layer")):
     with pytest.raises(InputError, match="Compactor has neither"):

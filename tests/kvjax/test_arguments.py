@@ -30,6 +30,7 @@ def prefilled(plan):
   ("make", "said"),
   [
     (lambda: kvjax.Tokens(2.5), "A budget in tokens must be a whole number"),
+    (lambda: kvjax.Tokens(0.5), r"give the share 0.5 as kvjax.Retention\(0.5"),
     (lambda: kvjax.Tokens("512"), "in tokens must be a number; '512' is not"),
     (lambda: kvjax.Retention("0.5"), "A retention must be a number; '0.5' is"),
     (lambda: kvjax.Sampling("0.7"), "temperature must be a number; '0.7' is"),
@@ -59,6 +60,14 @@ def prefilled(plan):
 def test_numbers_that_are_not_whole_or_too_large(make, said):
   with pytest.raises(InputError, match=said):
     make()
+
+
+@pytest.mark.usefixtures("untyped")
+def test_methods_are_no_names():
+  method = kvjax.get_method("keydiff")
+  said = r"takes a name such as 'keydiff', not KeyDiff.* kvjax\.Plan\(method, "
+  with pytest.raises(InputError, match=said):
+    kvjax.get_plan(method, kvjax.Tokens(9))
 
 
 def test_chunks_have_no_chunks():

@@ -13,7 +13,13 @@ from kvjax.methods import HeadwiseMethod, Method, ScoringMethod, Traits
 from kvjax.methods.heads import window_mass
 from kvjax.registry.registry import METHODS, RETRIEVALS
 from kvjax.retrieval import Flat, Retrieval
-from kvjax.testing import TinyModel, check_method, checks, kept_positions
+from kvjax.testing import (
+  TinyModel,
+  check_method,
+  checks,
+  contract,
+  kept_positions,
+)
 from kvjax.testing.engine_contract import check_whole_prompts
 from kvjax.testing.subject import Subject
 
@@ -78,6 +84,15 @@ class Leaky(Norm):
   def score_head(self, head):
     total = jnp.nansum(head.cached_keys.astype("float32"), axis=0)
     return head.keys @ total
+
+
+@dataclasses.dataclass(frozen=True)
+class NoNumber(Norm):
+  """Divides zero by zero at one of the tokens."""
+
+  def score_head(self, head):
+    place = (head.positions - 5).astype("float32")
+    return place / place
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,6 +199,7 @@ WRONG = {
   "narrow scores": (Narrow(), "float32.*bfloat16"),
   "the layer's number": (Python(), "not known then.*TracerBool"),
   "sees empty slots": (Leaky(), "empty slots and padding"),
+  "no number": (NoNumber(), "that of 9 tokens is NaN here"),
   "sees batch mates": (Sociable(), "batch mates"),
   "sees padding": (FromTheEnd(), "padding"),
   "protects nothing": (Protective(), "last 3 tokens always stay"),
@@ -219,6 +235,17 @@ def registry(monkeypatch):
     monkeypatch.setattr(names, "_entries", dict(names._entries))
 
 
+def test_a_method_without_a_name_is_refused_before_it_is_saved(
+  registry, monkeypatch
+):
+  def fail(subject):
+    raise AssertionError("The checks that take long come later.")
+
+  monkeypatch.setattr(contract, "check_whole_prompts", fail)
+  with pytest.raises(kvjax.InputError, match=r"A Norm cannot be saved.*regist"):
+    check_method(Norm())
+
+
 @pytest.mark.slow
 def test_a_method_without_a_name_cannot_be_saved(registry):
   with pytest.raises(kvjax.InputError, match=r"A Norm cannot be saved.*regist"):
@@ -227,7 +254,7 @@ def test_a_method_without_a_name_cannot_be_saved(registry):
   check_method(Norm())
 
 
-def test_what_the_user_protects_is_watched():
+def test_what_the_user_protects_is_watched(registry):
   @dataclasses.dataclass(frozen=True)
   class Last(Selecting):
     def select(self, scores, cache, budget):
@@ -236,6 +263,7 @@ def test_what_the_user_protects_is_watched():
       start = cache.lengths[..., None] - counts
       return jnp.where(slots >= 0, slots + start, -1)
 
+  kvjax.register("last_of_a_test", Last)
   with pytest.raises(kvjax.InputError, match=r"evicts .* of a whole prompt"):
     check_method(Last())
 

@@ -353,3 +353,10 @@ def test_names_are_told_where_nothing_is_found(tmp_path):
     match=r"smollm2-135m-instruct, gemma3-270m, smollm2-.*-bf16, reference\.$",
   ):
     load(tmp_path / "nowhere")
+
+
+def test_a_model_of_the_hub_is_downloaded_first():
+  name = "meta-llama/Llama-3.1-8B-Instruct"
+  said = f"run `hf download {name} --local-dir DIR` and give DIR."
+  with pytest.raises(InputError, match=re.escape(said)):
+    load(name)
