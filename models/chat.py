@@ -226,7 +226,7 @@ def _check_text(name: str, given: Any) -> None:
   """Refuses anything but a text with something in it."""
   if not isinstance(given, str) or not given.strip():
     raise InputError(
-      f"A {name} is a text that is not empty; {given!r:.80} is none."
+      f"A {name} is a text that is not empty; {given!r:.80} is not one."
     )
 
 
@@ -234,7 +234,7 @@ def _check_sampling(given: Any) -> None:
   if given is not None and not isinstance(given, Sampling):
     raise InputError(
       "The sampling of an answer is a kvjax.Sampling, as "
-      f"kvjax.Sampling(temperature=0.7) is; {given!r:.80} is none."
+      f"kvjax.Sampling(temperature=0.7) is; {given!r:.80} is not one."
     )
 
 

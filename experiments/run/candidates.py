@@ -230,7 +230,7 @@ def _number[Number: (int, float)](
   try:
     return kind(text)
   except ValueError as error:
-    raise InputError(f"{takes}; {text[:60]!r} is none.") from error
+    raise InputError(f"{takes}; {text[:60]!r} is not one.") from error
 
 
 def _parse(

@@ -62,7 +62,7 @@ class Decoding:
     if not isinstance(sampling, Sampling):
       raise InputError(
         "Tokens are drawn by a kvjax.Sampling, which is greedy by default; "
-        f"{sampling!r} is none."
+        f"{sampling!r} is not one."
       )
 
   @property
@@ -80,7 +80,7 @@ def check_decoding(decoding: Any) -> None:
   if not isinstance(decoding, Decoding):
     raise InputError(
       "Options of decoding are those of kvjax.Decoding, as in "
-      f"kvjax.Decoding(max_new_tokens=64); {decoding!r} is none."
+      f"kvjax.Decoding(max_new_tokens=64); {decoding!r} is not one."
     )
 
 
@@ -90,7 +90,7 @@ def _stop_id(token: Any) -> int:
     return operator.index(token)
   except TypeError:
     raise InputError(
-      f"stop_ids must be token ids, as in [2]; {token!r} is none."
+      f"stop_ids must be token ids, as in [2]; {token!r} is not one."
     ) from None
 
 

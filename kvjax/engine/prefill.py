@@ -69,7 +69,7 @@ def prefill(
   if not isinstance(plan, Plan):
     raise InputError(
       "A prefill takes a plan, as kvjax.get_plan makes it of a name; "
-      f"{plan!r:.80} is none."
+      f"{plan!r:.80} is not one."
     )
   check_batch(prompts)
   if plan.schedule.block is None:

@@ -180,7 +180,7 @@ def test_auto_stands_beside_numbers(tmp_path):
   auto = automatic(tmp_path)
   half = kvjax.Retention(0.5)
   assert parse_budgets(["auto ", "0.5"], None, auto) == [auto, half]
-  with pytest.raises(InputError, match=r"takes numbers .* 'auto' is none"):
+  with pytest.raises(InputError, match=r"takes numbers .* 'auto' is not one"):
     parse_budgets(["auto"], None)
 
 

@@ -33,14 +33,22 @@ def test_numbers_joined_by_plus_signs_are_those_of_layers():
 @pytest.mark.parametrize(
   ("shares", "tokens", "said"),
   [
-    (["0.5+"], None, "--retention takes numbers such as 0.5,0.25; '' is none."),
+    (
+      ["0.5+"],
+      None,
+      "--retention takes numbers such as 0.5,0.25; '' is not one.",
+    ),
     (
       ["50%"],
       None,
-      "--retention takes numbers such as 0.5,0.25; '50%' is none",
+      "--retention takes numbers such as 0.5,0.25; '50%' is not one",
     ),
     ([], ["0.5"], "--budget counts tokens (did you mean --retention=0.5?)."),
-    ([], ["1e3"], "--budget takes whole numbers such as 256,64; '1e3' is none"),
+    (
+      [],
+      ["1e3"],
+      "--budget takes whole numbers such as 256,64; '1e3' is not one",
+    ),
   ],
 )
 def test_what_is_no_number_is_refused(shares, tokens, said):

@@ -236,16 +236,18 @@ NO_TEXTS = [None, ["a", "b"], b"bytes", "", " \n"]
 
 @pytest.mark.parametrize("text", NO_TEXTS)
 def test_texts_and_questions_have_something_in_them(untyped, tiny, text):
-  with pytest.raises(InputError, match=r"A text to compress is .* is none\."):
+  with pytest.raises(
+    InputError, match=r"A text to compress is .* is not one\."
+  ):
     tiny.compress(text)
   chat = tiny.compress(TEXT)
-  with pytest.raises(InputError, match=r"A question is a text .* is none\."):
+  with pytest.raises(InputError, match=r"A question is a text .* is not one\."):
     chat.ask(text, 10)
 
 
 def test_a_number_is_no_sampling(untyped, tiny):
   chat = tiny.compress(TEXT)
-  with pytest.raises(InputError, match=r"kvjax\.Sampling.*; 0\.7 is none"):
+  with pytest.raises(InputError, match=r"kvjax\.Sampling.*; 0\.7 is not one"):
     chat.ask(QUESTIONS[0], 10, sampling=0.7)
 
 

@@ -194,7 +194,7 @@ def test_a_threshold_has_a_retention_of_its_own(
       "(1 - compression_ratio); --help",
     ),
     (["--press_name=snapkv"], "no flag --press_name; give --methods; --help"),
-    (["--retention=50%"], "such as 0.5,0.25; '50%' is none."),
+    (["--retention=50%"], "such as 0.5,0.25; '50%' is not one."),
     (
       ["--budget=0.5"],
       "--budget counts tokens (did you mean --retention=0.5?).",

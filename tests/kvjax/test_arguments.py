@@ -38,9 +38,12 @@ def prefilled(plan):
     (lambda: kvjax.Schedule(block=2.5), "block must be a whole number"),
     (lambda: kvjax.Schedule(every=1.5), "every must be a whole number"),
     (lambda: kvjax.Sampling(1.0, top_k=2.5), "top_k must be a whole number"),
-    (lambda: kvjax.Decoding(4, ["</s>"]), "as in .2.; '</s>' is none"),
-    (lambda: kvjax.Decoding(4, [2.5]), "must be token ids, .* 2.5 is none"),
-    (lambda: kvjax.Decoding(4, [None]), "must be token ids, .* None is none"),
+    (lambda: kvjax.Decoding(4, ["</s>"]), "as in .2.; '</s>' is not one"),
+    (lambda: kvjax.Decoding(4, [2.5]), "must be token ids, .* 2.5 is not one"),
+    (
+      lambda: kvjax.Decoding(4, [None]),
+      "must be token ids, .* None is not one",
+    ),
     (lambda: kvjax.Decoding(4, np.array([2.0])), "must be token ids, as in"),
     (
       lambda: kvjax.Prompts.of([[1.7, 2.2]]),
@@ -276,7 +279,9 @@ def test_numbers_of_numpy_are_saved_like_others(tmp_path):
 
 @pytest.mark.usefixtures("untyped")
 def test_a_prefill_takes_a_plan():
-  with pytest.raises(InputError, match=r"takes a plan, .* 'keydiff' is none"):
+  with pytest.raises(
+    InputError, match=r"takes a plan, .* 'keydiff' is not one"
+  ):
     kvjax.prefill(MODEL, PARAMS, PROMPTS, "keydiff")
 
 
@@ -317,9 +322,9 @@ def test_a_pair_that_a_prefill_returned_is_told_to_be_taken_apart():
 def test_how_to_decode_is_said_by_its_options():
   cache = prefilled(KEYDIFF)
   for caches in (cache, [cache]):
-    with pytest.raises(InputError, match=r"kvjax.Decoding\(.*; 4 is none"):
+    with pytest.raises(InputError, match=r"kvjax.Decoding\(.*; 4 is not one"):
       kvjax.generate(MODEL, PARAMS, caches, QUESTIONS, 4)
-  with pytest.raises(InputError, match=r"; 4 is none"):
+  with pytest.raises(InputError, match=r"; 4 is not one"):
     list(kvjax.stream(MODEL, PARAMS, cache, QUESTIONS, 4))
   with pytest.raises(
     InputError, match=r"by a kvjax.Sampling, .* 'greedy' is n"
