@@ -36,7 +36,7 @@ def embed(
   return shard_tokens(model.embed(params, tokens, positions), tokens.shape)
 
 
-def forward_layer(
+def _run_layer(
   stack: PyTree,
   index: Int[Array, ""],
   hidden: Float[Array, "B S E"],
@@ -82,11 +82,11 @@ def forward_layer(
   return hidden, activations if spec.cache else None
 
 
-_forward_layer = jax.jit(forward_layer, static_argnames=("model", "how"))
 # Donates the hidden states before the layer.
-_forward_layer_once = jax.jit(
-  forward_layer, static_argnames=("model", "how"), donate_argnames=("hidden",)
+forward_layer = jax.jit(
+  _run_layer, static_argnames=("model", "how"), donate_argnames=("hidden",)
 )
+_forward_layer_again = jax.jit(_run_layer, static_argnames=("model", "how"))
 
 
 def forward_layers(
@@ -110,7 +110,7 @@ def forward_layers(
   hidden, shared = embed(model, params, tokens, places)
   weights = layer_stacks(model, params)
   # A gradient needs the hidden states again.
-  run = _forward_layer if is_traced(params) else _forward_layer_once
+  run = _forward_layer_again if is_traced(params) else forward_layer
   for layer, spec in enumerate(geometry.layers):
     hidden, activations = run(
       weights[spec.weights],
