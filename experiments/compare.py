@@ -1,4 +1,4 @@
-"""Compares KV-cache compression methods on needle tasks, or on a text.
+r"""Compares KV-cache compression methods on needle tasks, or on a text.
 
   kvjax compare
 
@@ -15,7 +15,7 @@ with SnapKV and none at random. The default, --samples=2, takes three minutes on
 two slow cores, and less the next time, as compiled programs are cached.
 --model=reference asks the small model that comes with kvjax.
 
-  kvjax compare --text=docs/notes.txt --methods=keydiff --retention=0.75 \\
+  kvjax compare --text=docs/notes.txt --methods=keydiff --retention=0.75 \
     --question="What is the code of the cellar door?"
 
 answers a question about a text with every cache side by side and writes no
