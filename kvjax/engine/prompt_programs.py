@@ -1,11 +1,13 @@
 """A forward pass over whole prompts, in compiled parts that layers share."""
 
 import functools
+import inspect
 from collections.abc import Collection, Iterator
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.interpreters.partial_eval import DynamicJaxprTracer
 from jaxtyping import Array, Float, Int, PyTree
 
 from kvjax.activations import Activations
@@ -14,7 +16,6 @@ from kvjax.calibration.features import TAIL
 from kvjax.engine.forward import attend_to_prompt, block_positions
 from kvjax.engine.likelihood import prompt_and_tail_nll
 from kvjax.engine.model_layers import index_layer, layer_stacks, run_block
-from kvjax.hosts import is_traced
 from kvjax.model import LayerSpec, Model
 from kvjax.prompts import Prompts
 
@@ -36,7 +37,10 @@ def embed(
   return shard_tokens(model.embed(params, tokens, positions), tokens.shape)
 
 
-def _run_layer(
+@functools.partial(
+  jax.jit, static_argnames=("model", "how"), donate_argnames=("hidden",)
+)
+def forward_layer(
   stack: PyTree,
   index: Int[Array, ""],
   hidden: Float[Array, "B S E"],
@@ -51,7 +55,7 @@ def _run_layer(
   Args:
     stack: stack of weights that contains the layer.
     index: index of the layer in the stack.
-    hidden: hidden states after the previous layer.
+    hidden: hidden states after the previous layer; donated.
     shared: arrays that all layers share.
     positions: positions of the tokens.
     model: the functions.
@@ -82,11 +86,21 @@ def _run_layer(
   return hidden, activations if spec.cache else None
 
 
-# Donates the hidden states before the layer.
-forward_layer = jax.jit(
-  _run_layer, static_argnames=("model", "how"), donate_argnames=("hidden",)
+# Donates nothing.
+_forward_layer_kept = jax.jit(
+  inspect.unwrap(forward_layer), static_argnames=("model", "how")
 )
-_forward_layer_again = jax.jit(_run_layer, static_argnames=("model", "how"))
+
+
+def needs_states_again(params: PyTree) -> bool:
+  """Whether hidden states may not be donated, as gradients need them again.
+
+  Within `jax.jit`, the compiler knows what it needs.
+  """
+  return any(
+    isinstance(x, jax.core.Tracer) and not isinstance(x, DynamicJaxprTracer)
+    for x in jax.tree.leaves(params)
+  )
 
 
 def forward_layers(
@@ -109,8 +123,7 @@ def forward_layers(
   places = positions(lengths, tokens.shape[1])
   hidden, shared = embed(model, params, tokens, places)
   weights = layer_stacks(model, params)
-  # A gradient needs the hidden states again.
-  run = _forward_layer_again if is_traced(params) else forward_layer
+  run = _forward_layer_kept if needs_states_again(params) else forward_layer
   for layer, spec in enumerate(geometry.layers):
     hidden, activations = run(
       weights[spec.weights],

@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from kvjax.activations import Activations
 from kvjax.engine.model_layers import index_layer, run_block
-from kvjax.hosts import is_traced
+from kvjax.engine.prompt_programs import needs_states_again
 from kvjax.kernels.attention import (
   Partial,
   merge,
@@ -125,7 +125,8 @@ class Pass(NamedTuple):
   def run(self, hidden: Float[Array, "B R E"]) -> list[Scores]:
     """Runs all layers, and scores the chunk in each."""
     scores = []
-    run = _replay_layer if is_traced(self.stacks) else _replay_layer_once
+    kept = needs_states_again(self.stacks)
+    run = _replay_layer if kept else _replay_layer_once
     for layer, how in enumerate(self.hows):
       given = self.given(layer)
       hidden, found = run(hidden, given, model=self.model, how=how)
