@@ -1,4 +1,4 @@
-r"""Compares KV-cache compression methods on needle tasks, or on a text.
+"""Compares KV-cache compression methods on needle tasks, or on a text.
 
   kvjax compare
 
@@ -15,8 +15,7 @@ with SnapKV and none at random. The default, --samples=2, takes three minutes on
 two slow cores, and less the next time, as compiled programs are cached.
 --model=reference asks the small model that comes with kvjax.
 
-  kvjax compare --text=docs/notes.txt --methods=keydiff --retention=0.75 \
-    --question="What is the code of the cellar door?"
+  kvjax compare --text=notes.txt --question="What is the code of the door?"
 
 answers a question about a text with every cache side by side and writes no
 files. `--dry_run` says what a run would cost, and stops. `--timed_rounds` also
