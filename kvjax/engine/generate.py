@@ -6,7 +6,6 @@ from typing import NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
 
 from kvjax.cache.cache import Cache
@@ -14,7 +13,6 @@ from kvjax.cache.joining import group_caches, stack, unstack
 from kvjax.engine.capacity import (
   check_caches,
   check_prompts,
-  check_room,
   grow_for,
   prepare_decoding,
   wider_capacities,
@@ -28,8 +26,15 @@ from kvjax.engine.decode import (
   listening,
 )
 from kvjax.engine.feed import evict_all, feed
-from kvjax.engine.prepared import PreparedPlan
 from kvjax.engine.sampling import SamplingInputs
+from kvjax.engine.turn import (
+  Feeds,
+  Request,
+  Seeds,
+  Turn,
+  check_request,
+  seeds_of_rows,
+)
 from kvjax.engine.unrolled import (
   Unrolled,
   UnrolledModel,
@@ -37,14 +42,10 @@ from kvjax.engine.unrolled import (
   roll_cache,
   unroll_cache,
 )
-from kvjax.errors import InputError
 from kvjax.hosts import read
 from kvjax.model import Model
 from kvjax.prompts import Prompts
 from kvjax.struct import tree_bytes
-
-# One seed for each row's draws.
-Seeds = Int[Array, " B"] | Int[np.ndarray, " B"] | Sequence[int]
 
 
 def reserve(cache: Cache, tokens: int) -> Cache:
@@ -229,62 +230,6 @@ def generate(
   return _generate_from_all(model, params, cache, request)
 
 
-class Request(NamedTuple):
-  """Arguments of `generate` for each cache."""
-
-  prompts: Prompts | Float[Array, "B V"]
-  decoding: Decoding
-  keep: bool = False
-  seeds: Seeds | None = None
-
-  def repeat(self, times: int) -> "Request":
-    """The request for the rows of so many caches in turn."""
-    prompts, seeds = self.prompts, self.seeds
-    return self._replace(
-      prompts=prompts.repeat(times)
-      if isinstance(prompts, Prompts)
-      else jnp.tile(prompts, (times, 1)),
-      seeds=None if seeds is None else np.tile(read(seeds), times),
-    )
-
-
-# Tokens and lengths of the prompts to feed.
-_Feeds = tuple[Int[Array, "B S"], Int[Array, " B"]]
-
-
-class Turn(NamedTuple):
-  """A request that was checked for a cache."""
-
-  decoding: Decoding
-  keep: bool
-  logits: Float[Array, "B V"] | None
-  feeds: _Feeds | None
-  seeds: Int[Array, " B"]
-  prepared: PreparedPlan | None
-
-
-def check_request(model: Model, cache: Cache, request: Request) -> Turn:
-  """Checks all that `generate` refuses, before anything is compiled.
-
-  Raises:
-    InputError: see `generate`.
-  """
-  prompts, decoding, keep, seeds = request
-  logits, feeds = None, None
-  if isinstance(prompts, Prompts):
-    feeds = jnp.asarray(prompts.tokens), jnp.asarray(prompts.lengths)
-  else:
-    logits = prompts
-  width = check_prompts(model, cache, prompts, decoding)
-  # With evicted tokens: a retention is a share of all of the row.
-  lengths = read(cache.next_positions)
-  prepared = prepare_decoding(model, cache, lengths, width, decoding)
-  if keep:
-    check_room(cache, prepared, width, decoding)
-  given = _seeds(seeds, cache)
-  return Turn(decoding, keep, logits, feeds, given, prepared)
-
-
 def generate_from(
   model: Model,
   params: PyTree,
@@ -324,7 +269,7 @@ def _generate_from_all(
   # Before rows are repeated, so that messages count those that were given.
   for cache in caches[:1]:
     check_prompts(model, cache, request.prompts, request.decoding)
-    request = request._replace(seeds=_seeds(request.seeds, cache))
+    request = request._replace(seeds=seeds_of_rows(request.seeds, cache))
   results: dict[int, Generated] = {}
   # Caches that are kept have no more slots than they need.
   padding = 0 if request.keep else tree_bytes(params)
@@ -349,23 +294,6 @@ def _generate_from_all(
   return tuple(results[index] for index in range(len(caches)))
 
 
-def _seeds(seeds: Seeds | None, cache: Cache) -> Int[Array, " B"]:
-  rows = cache.next_positions.shape
-  if seeds is None:
-    return jnp.arange(rows[0], dtype=jnp.int32)
-  given = np.asarray(read(seeds))
-  if given.shape != rows:
-    raise InputError(
-      f"The cache has {rows[0]} rows and {given.size} seeds; give one for each."
-    )
-  fits = (given >= -(2**31)) & (given < 2**31)
-  if given.dtype.kind not in "iu" or not np.all(fits):
-    raise InputError(
-      f"Seeds must be whole numbers of 32 bits; {given.tolist()} are not."
-    )
-  return jnp.asarray(given, jnp.int32)
-
-
 @functools.partial(jax.jit, static_argnames=("model", "decoding"))
 def _generate_and_discard(
   model: Model,
@@ -373,7 +301,7 @@ def _generate_and_discard(
   layers: tuple[PyTree, ...] | None,
   cache: Cache,
   logits: Float[Array, "B V"] | None,
-  feeds: _Feeds | None,
+  feeds: Feeds | None,
   inputs: DecodingInputs,
   *,
   decoding: Decoding,
@@ -395,7 +323,7 @@ def _generate_and_keep(
   layers: tuple[PyTree, ...] | None,
   cache: Cache,
   logits: Float[Array, "B V"] | None,
-  feeds: _Feeds | None,
+  feeds: Feeds | None,
   inputs: DecodingInputs,
   *,
   decoding: Decoding,
@@ -409,7 +337,7 @@ def _run(
   layers: tuple[PyTree, ...] | None,
   cache: Cache,
   logits: Float[Array, "B V"] | None,
-  feeds: _Feeds | None,
+  feeds: Feeds | None,
   inputs: DecodingInputs,
   decoding: Decoding,
 ) -> tuple[DecodedTokens, Cache]:

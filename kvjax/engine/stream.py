@@ -12,13 +12,8 @@ from kvjax.cache.cache import Cache
 from kvjax.contexts import in_these_contexts
 from kvjax.engine.capacity import check_caches
 from kvjax.engine.decode import Decoding
-from kvjax.engine.generate import (
-  Generated,
-  Request,
-  Seeds,
-  check_request,
-  generate_from,
-)
+from kvjax.engine.generate import Generated, generate_from
+from kvjax.engine.turn import Request, Seeds, check_request
 from kvjax.errors import InputError
 from kvjax.model import Model
 from kvjax.prompts import Prompts

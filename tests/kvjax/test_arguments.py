@@ -1,7 +1,6 @@
 """What callers give: refused in one sentence, or taken as it is meant."""
 
 import dataclasses
-import warnings
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +8,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.errors import InputError, InputWarning
+from kvjax.errors import InputError
 from kvjax.methods import H2O, SnapKV
 from kvjax.testing import TinyModel, kept_positions
 
@@ -77,13 +76,6 @@ def test_chunks_have_no_chunks():
   inner = kvjax.methods.Chunked(kvjax.get_method("keydiff"), 32)
   with pytest.raises(InputError, match="Chunked keeps its own share of the pa"):
     kvjax.methods.Chunked(inner, 64)
-
-
-def test_prompts_may_be_an_array():
-  array = np.array([[4, 2, 7], [1, 5, 6]])
-  np.testing.assert_array_equal(
-    kvjax.Prompts.of(array).tokens, kvjax.Prompts.of(array.tolist()).tokens
-  )
 
 
 @pytest.mark.usefixtures("untyped")
@@ -286,25 +278,6 @@ def test_a_prefill_takes_a_plan():
 
 
 @pytest.mark.usefixtures("untyped")
-@pytest.mark.parametrize("given", [[[1, 2, 3]], "a text"], ids=["rows", "text"])
-def test_what_is_no_prompts_is_told_how_to_make_them(given):
-  cache = prefilled(KEYDIFF)
-  blocks = kvjax.get_plan("keydiff", kvjax.Tokens(9), kvjax.Schedule(block=8))
-  for call in (
-    lambda: kvjax.prefill(MODEL, PARAMS, given, KEYDIFF),
-    lambda: kvjax.prefill(MODEL, PARAMS, given, blocks),
-    lambda: kvjax.sweep(MODEL, PARAMS, given, [KEYDIFF]),
-    lambda: kvjax.measured_sweep(MODEL, PARAMS, given, [KEYDIFF]),
-    lambda: kvjax.generate(MODEL, PARAMS, cache, given, kvjax.Decoding(2)),
-    lambda: kvjax.negative_log_likelihood(MODEL, PARAMS, given),
-    lambda: kvjax.answer_nll(MODEL, PARAMS, cache, given, QUESTIONS),
-    lambda: kvjax.answer_nll(MODEL, PARAMS, cache, QUESTIONS, given),
-  ):
-    with pytest.raises(InputError, match=r"lists of tokens with kvjax.Promp"):
-      call()
-
-
-@pytest.mark.usefixtures("untyped")
 def test_a_pair_that_a_prefill_returned_is_told_to_be_taken_apart():
   pair = kvjax.prefill(MODEL, PARAMS, PROMPTS, KEYDIFF)
   decoding = kvjax.Decoding(2)
@@ -341,50 +314,6 @@ def test_plans_of_a_sweep_may_come_one_by_one():
   ]
   measured = kvjax.measured_sweep(MODEL, PARAMS, PROMPTS, iter(plans))
   assert len(measured.caches) == len(measured.features) == 2
-
-
-TOKENS = np.ones((2, 4), np.int32)
-LENGTHS = np.array([3, 4])
-
-
-@pytest.mark.usefixtures("untyped")
-@pytest.mark.parametrize(
-  ("arguments", "said"),
-  [
-    ((TOKENS, LENGTHS, np.ones((2, 3), bool)), "shape of the tokens, 2 x 4"),
-    ((TOKENS, LENGTHS, np.ones((2, 4), int)), "is true or false for every t"),
-    ((TOKENS, np.array([3.5, 4])), "Lengths of prompts must be a 1-dimension"),
-    ((TOKENS, np.array([[3], [4]])), "Lengths of prompts must be a 1-dimensi"),
-    ((TOKENS, np.array([3])), "There are 2 prompts and 1 lengths"),
-    ((TOKENS, np.array([3, 4, 4])), "There are 2 prompts and 3 lengths"),
-    ((TOKENS * 1.0, LENGTHS), "Tokens of prompts must be a 2-dimensional ar"),
-    ((TOKENS[0], LENGTHS), "Tokens of prompts must be a 2-dimensional array"),
-    (([[1, 2]], LENGTHS), "Tokens of prompts .* kvjax.Prompts.of makes"),
-  ],
-)
-def test_prompts_of_arrays_are_checked(arguments, said):
-  with pytest.raises(InputError, match=said):
-    kvjax.Prompts(*arguments)
-
-
-def test_prompts_are_filled_with_what_jax_likes():
-  prompts = kvjax.Prompts(TOKENS, LENGTHS, np.ones((2, 4), bool))
-  shapes = jax.eval_shape(lambda given: given, prompts)
-  assert shapes.tokens.shape == (2, 4)
-  assert jax.tree.map(lambda _: None, prompts).lengths is None
-
-  @jax.jit
-  def traced(tokens):
-    return kvjax.Prompts(tokens, LENGTHS).tokens
-
-  np.testing.assert_array_equal(traced(TOKENS), TOKENS)
-
-
-def test_a_row_of_prompts_is_one_that_there_is():
-  assert PROMPTS.row(1).rows() == ROWS[1:]
-  for index in (-1, 2, 5):
-    with pytest.raises(InputError, match=f"no row {index} of .* are 0 to 1"):
-      PROMPTS.row(index)
 
 
 @pytest.mark.parametrize(
@@ -426,40 +355,3 @@ def test_meshes_of_other_axes_are_refused(names, kind, said):
   ):
     with jax.set_mesh(mesh), pytest.raises(InputError, match=said):
       run()
-
-
-def test_a_prompt_that_is_repeated_without_being_asked_for_is_told():
-  kvzip = kvjax.get_plan("kvzip", kvjax.Tokens(9))
-  request = kvjax.RepeatRequest(first=(1, 2), suffix=(3,))
-  asked = dataclasses.replace(PROMPTS, repeat_request=request)
-  with warnings.catch_warnings():
-    warnings.simplefilter("error")
-    kvjax.prefill(MODEL, PARAMS, asked, kvzip)
-  with pytest.warns(InputWarning, match="these prompts do not say how"):
-    kvjax.sweep(MODEL, PARAMS, PROMPTS, [kvzip])
-
-
-def test_what_jit_does_not_know_is_refused_in_one_sentence():
-  plan = kvjax.get_plan("keydiff", kvjax.Tokens(9))
-  cache, decoding = prefilled(plan), kvjax.Decoding(2)
-
-  def ask(cache, prompts):
-    return kvjax.generate(MODEL, PARAMS, cache, prompts, decoding).tokens
-
-  request = kvjax.RepeatRequest(first=(1, 2), suffix=(3,))
-  asked = dataclasses.replace(PROMPTS, repeat_request=request)
-  kvzip = kvjax.get_plan("kvzip", kvjax.Tokens(9))
-  for call, given in (
-    (lambda cache: ask(cache, QUESTIONS), cache),
-    (lambda params: kvjax.prefill(MODEL, params, asked, kvzip), PARAMS),
-  ):
-    with pytest.raises(InputError, match=r"call it outside of jax\.jit"):
-      jax.jit(call)(given)
-  for call in (
-    lambda prompts: kvjax.prefill(MODEL, PARAMS, prompts, plan),
-    lambda prompts: ask(cache, prompts),
-    lambda prompts: kvjax.negative_log_likelihood(MODEL, PARAMS, prompts),
-    lambda prompts: kvjax.answer_nll(MODEL, PARAMS, cache, prompts, QUESTIONS),
-  ):
-    with pytest.raises(InputError, match="Prompts cannot be arguments of jax"):
-      jax.jit(call)(QUESTIONS)

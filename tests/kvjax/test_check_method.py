@@ -11,7 +11,6 @@ from kvjax.allocation.base import Allocation
 from kvjax.errors import InputError
 from kvjax.methods import HeadwiseMethod, Method, ScoringMethod, Traits
 from kvjax.methods.heads import window_mass
-from kvjax.registry.registry import METHODS, RETRIEVALS
 from kvjax.retrieval import Flat, Retrieval
 from kvjax.testing import (
   TinyModel,
@@ -227,14 +226,6 @@ def test_a_method_that_breaks_its_word_is_told_so_in_a_sentence(case):
   assert "\n" not in str(caught.value)
 
 
-@pytest.fixture
-def registry(monkeypatch):
-  """Names that are registered here are gone afterwards."""
-  for names in (METHODS, RETRIEVALS):
-    list(names)  # plug-ins stay
-    monkeypatch.setattr(names, "_entries", dict(names._entries))
-
-
 def test_a_method_without_a_name_is_refused_before_it_is_saved(
   registry, monkeypatch
 ):
@@ -337,63 +328,6 @@ def test_one_is_not_the_other():
     checks.check_value(Flat(), Method)
   with pytest.raises(kvjax.InputError, match=r"kvjax.retrieval.Retrieval; No"):
     checks.check_value(Norm(), Retrieval)
-
-
-@pytest.mark.parametrize(
-  ("name", "make", "message"),
-  [
-    ("snapkv", Norm, "'snapkv' already; register yours under another"),
-    ("flat", Norm, "'flat' already"),
-    ("My-Norm", Norm, "lower-case letters"),
-    ("a_number", lambda: 3, "3 under 'a_number' is not"),
-    ("a_number", lambda: int("x"), "cannot be made with its defaults: invalid"),
-    ("ada", Norm, "written before a method's name, as in ada/keydiff"),
-    ("rerotate", Flat, "written before a method's name"),
-  ],
-)
-def test_names_that_cannot_be_registered(registry, name, make, message):
-  with pytest.raises(kvjax.InputError, match=message):
-    kvjax.register(name, make)
-  with pytest.raises(kvjax.InputError, match="There is no method"):
-    kvjax.get_plan("a_number", kvjax.Tokens(9))
-
-
-def test_a_cell_that_registers_may_run_again(registry):
-  def cell(power):
-    @dataclasses.dataclass(frozen=True)
-    class Again(Norm):
-      exponent: int = power
-
-    kvjax.register("again", Again)
-
-  cell(1)
-  cell(2)
-  assert kvjax.get_method("again").exponent == 2
-  with pytest.raises(InputError, match="'again' already"):
-    kvjax.register("again", Norm)
-
-
-def test_fields_are_those_of_a_dataclass(registry):
-  class Plain(Norm):
-    power: int = 2
-
-  with pytest.raises(InputError, match=r"Plain has fields .* before the class"):
-    kvjax.register("plain", Plain)
-
-
-def test_a_preset_of_another_class_is_saved_too(registry, tmp_path):
-  @dataclasses.dataclass(frozen=True)
-  class Loud(Norm):
-    pass
-
-  kvjax.register("quiet", Norm, presets={"loud": Loud()})
-  model = TinyModel()
-  prompts = kvjax.Prompts.of([list(range(24))])
-  plan = kvjax.get_plan("quiet.loud", kvjax.Tokens(8), kvjax.Schedule(every=4))
-  cache, _ = kvjax.prefill(model, model.init(), prompts, plan)
-  kvjax.save_cache(cache, tmp_path / "a", model=model, model_id="tiny")
-  loaded = kvjax.load_cache(tmp_path / "a", model=model, model_id="tiny")
-  assert loaded.plan == plan
 
 
 def test_plans_refuse_traits_that_cannot_be():

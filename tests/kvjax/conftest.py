@@ -1,0 +1,13 @@
+"""Fixtures of several files."""
+
+import pytest
+
+from kvjax.registry.registry import METHODS, RETRIEVALS
+
+
+@pytest.fixture
+def registry(monkeypatch):
+  """Names that are registered here are gone afterwards."""
+  for names in (METHODS, RETRIEVALS):
+    list(names)  # plug-ins stay
+    monkeypatch.setattr(names, "_entries", dict(names._entries))

@@ -1,0 +1,75 @@
+"""Names under which methods are registered."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import pytest
+
+import kvjax
+from kvjax.errors import InputError
+from kvjax.methods import HeadwiseMethod
+from kvjax.retrieval import Flat
+from kvjax.testing import TinyModel
+
+
+@dataclasses.dataclass(frozen=True)
+class Norm(HeadwiseMethod):
+  def score_head(self, head):
+    return -jnp.sum(head.keys**2, axis=-1)
+
+
+@pytest.mark.parametrize(
+  ("name", "make", "message"),
+  [
+    ("snapkv", Norm, "'snapkv' already; register yours under another"),
+    ("flat", Norm, "'flat' already"),
+    ("My-Norm", Norm, "lower-case letters"),
+    ("a_number", lambda: 3, "3 under 'a_number' is not"),
+    ("a_number", lambda: int("x"), "cannot be made with its defaults: invalid"),
+    ("ada", Norm, "written before a method's name, as in ada/keydiff"),
+    ("rerotate", Flat, "written before a method's name"),
+  ],
+)
+def test_names_that_cannot_be_registered(registry, name, make, message):
+  with pytest.raises(kvjax.InputError, match=message):
+    kvjax.register(name, make)
+  with pytest.raises(kvjax.InputError, match="There is no method"):
+    kvjax.get_plan("a_number", kvjax.Tokens(9))
+
+
+def test_a_cell_that_registers_may_run_again(registry):
+  def cell(power):
+    @dataclasses.dataclass(frozen=True)
+    class Again(Norm):
+      exponent: int = power
+
+    kvjax.register("again", Again)
+
+  cell(1)
+  cell(2)
+  assert kvjax.get_method("again").exponent == 2
+  with pytest.raises(InputError, match="'again' already"):
+    kvjax.register("again", Norm)
+
+
+def test_fields_are_those_of_a_dataclass(registry):
+  class Plain(Norm):
+    power: int = 2
+
+  with pytest.raises(InputError, match=r"Plain has fields .* before the class"):
+    kvjax.register("plain", Plain)
+
+
+def test_a_preset_of_another_class_is_saved_too(registry, tmp_path):
+  @dataclasses.dataclass(frozen=True)
+  class Loud(Norm):
+    pass
+
+  kvjax.register("quiet", Norm, presets={"loud": Loud()})
+  model = TinyModel()
+  prompts = kvjax.Prompts.of([list(range(24))])
+  plan = kvjax.get_plan("quiet.loud", kvjax.Tokens(8), kvjax.Schedule(every=4))
+  cache, _ = kvjax.prefill(model, model.init(), prompts, plan)
+  kvjax.save_cache(cache, tmp_path / "a", model=model, model_id="tiny")
+  loaded = kvjax.load_cache(tmp_path / "a", model=model, model_id="tiny")
+  assert loaded.plan == plan
