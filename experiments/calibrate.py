@@ -312,8 +312,8 @@ def _too_few(parts: int) -> str:
     return ""
   return (
     f"{wording.count(count * parts, 'context')} of --{flag} cannot promise "
-    f"--tau={tau:g}, so that all of every context is kept; it takes {needed}, "
-    f"as --{flag}={math.ceil(needed / parts)} draws."
+    f"--tau={tau:g}, so every context is kept whole; {needed} can, as "
+    f"--{flag}={math.ceil(needed / parts)} draws."
   )
 
 

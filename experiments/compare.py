@@ -104,7 +104,13 @@ def _compare(chosen: Sequence[Candidate]) -> None:
     for note in repeated.notes:
       console.print(note)
     job = runner.Job(
-      *(lm, devices, chosen, samples, settings, folder, run_inputs.batch())
+      lm=lm,
+      devices=devices,
+      chosen=chosen,
+      samples=samples,
+      settings=settings,
+      folder=folder,
+      batch=run_inputs.batch(),
     )
     run = speed_inputs.answered(job, began, console)
   if run is None:

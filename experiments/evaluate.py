@@ -72,8 +72,13 @@ def main() -> None:
     )
     folder = output / folder_name(settings)
     job = runner.Job(
-      *(lm, devices, chosen, drawn.samples, settings, folder),
-      run_inputs.batch(),
+      lm=lm,
+      devices=devices,
+      chosen=chosen,
+      samples=drawn.samples,
+      settings=settings,
+      folder=folder,
+      batch=run_inputs.batch(),
     )
     run = speed_inputs.answered(job, began, console)
   if run is None:

@@ -72,8 +72,8 @@ def read(tree: PyTree) -> Any:
   """
   if is_traced(tree):
     raise InputError(
-      "This needs the values of arrays, which are unknown within jax.jit; call "
-      "it outside of jax.jit, as it compiles programs of its own."
+      "kvjax needs the values of arrays here, which are unknown within "
+      "jax.jit; call it outside of jax.jit, as it compiles programs of its own."
     )
   return jax.device_get(jax.tree.map(_whole, tree))
 

@@ -141,17 +141,17 @@ class Chat:
         the seed does not fit 32 bits.
     """
     _check_text("question", question)
-    _check_sampling(sampling)
-    self._finish()
     lm = self._lm
-    between = lm.text.between_turns() if self._has_turns else ""
-    ids = lm.text.encode(f"{between}{question}{self._suffix}")
-    prompts = kvjax.Prompts.of([ids])
+    # Checked before anything changes.
     decoding = kvjax.Decoding(
       max_new_tokens,
       lm.text.eos_ids,
       lm.sampling if sampling is None else sampling,
     )
+    self._finish()
+    between = lm.text.between_turns() if self._has_turns else ""
+    ids = lm.text.encode(f"{between}{question}{self._suffix}")
+    prompts = kvjax.Prompts.of([ids])
     width = check_prompts(lm.model, self._cache, prompts, decoding)
     if keep:
       self._reserve(width, decoding)
@@ -227,14 +227,6 @@ def _check_text(name: str, given: Any) -> None:
   if not isinstance(given, str) or not given.strip():
     raise InputError(
       f"A {name} is a text that is not empty; {given!r:.80} is not one."
-    )
-
-
-def _check_sampling(given: Any) -> None:
-  if given is not None and not isinstance(given, Sampling):
-    raise InputError(
-      "The sampling of an answer is a kvjax.Sampling, as "
-      f"kvjax.Sampling(temperature=0.7) is; {given!r:.80} is not one."
     )
 
 

@@ -1,5 +1,6 @@
 """Measures the likelihood of correct answers after compression."""
 
+import collections
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -114,7 +115,8 @@ def measure(
   for measurements in store.share(work.batches, measured):
     new = [each for each in measurements if each.key in work.missing]
     store.add(new)
-    on_new(measurements[0].task, len(new))
+    for task, count in collections.Counter(each.task for each in new).items():
+      on_new(task, count)
   return [store.records[key] for key in wanted(chosen, samples)]
 
 

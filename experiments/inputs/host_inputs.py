@@ -131,8 +131,11 @@ def _check_flags() -> None:
     for name in flags.FLAGS
     if flags.FLAGS[name].present and name not in _OWN
   }
-  multihost.check_same(
-    own,
-    "was started with another --{} than host 0; start all hosts with the same "
-    "flags.",
+  found = multihost.difference(own)
+  if found is None:
+    return
+  number, name = found
+  raise InputError(
+    f"Host {number} was started with another --{name} than host 0; start all "
+    "hosts with the same flags."
   )

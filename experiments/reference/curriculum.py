@@ -89,5 +89,9 @@ def _stage(row: Mapping[str, str]) -> Stage:
   )
 
 
-with pathlib.Path(__file__).with_name("stages.tsv").open(newline="") as file:
+with (
+  pathlib.Path(__file__)
+  .with_name("stages.tsv")
+  .open(newline="", encoding="utf-8") as file
+):
   STAGES = tuple(map(_stage, csv.DictReader(file, dialect="excel-tab")))

@@ -221,7 +221,11 @@ def _retrieval(row: Mapping[str, str]) -> Retrieval:
   )
 
 
-with pathlib.Path(__file__).with_name("lessons.tsv").open(newline="") as file:
+with (
+  pathlib.Path(__file__)
+  .with_name("lessons.tsv")
+  .open(newline="", encoding="utf-8") as file
+):
   LESSONS: dict[str, Lesson] = {
     **{"gapped": gapped_pairs, "pairs": plain_pairs, "copy": copying},
     **{"recall": recalling, "listed_pairs": listed_pairs, "passkey": passkey},

@@ -58,6 +58,9 @@ def refuse(sentence: str) -> str:
 
   Every call of `gather` is an occasion: the others' next one raises an error.
 
+  Args:
+    sentence: what is wrong.
+
   Returns:
     What to say of all hosts' mistakes; the sentence if this host is alone.
   """
@@ -104,25 +107,36 @@ def _exchange(payload: bytes, refuses: bool) -> tuple[list[bytes], list[int]]:
   return payloads, np.flatnonzero(sizes < 0).tolist()
 
 
-def check_same(
-  own: Mapping[str, str],
-  said: str = "has other {} than host 0; give all hosts the same files and "
-  "versions.",
-) -> None:
-  """Refuses hosts that differ from host 0; all hosts must call it.
+def difference(own: Mapping[str, str]) -> tuple[int, str] | None:
+  """Finds the first host that differs from host 0, and in what.
+
+  All hosts must call it, and get the same result.
 
   Args:
     own: what must be the same on all hosts, by name.
-    said: what is wrong with a host, where braces stand for the first name.
+  """
+  everyone = map(json.loads, gather(json.dumps(dict(own)).encode()))
+  first, *others = everyone
+  for number, other in enumerate(others, start=1):
+    for name in {**first, **other}:
+      if first.get(name) != other.get(name):
+        return number, name
+  return None
+
+
+def check_same(own: Mapping[str, str]) -> None:
+  """Refuses hosts whose files or versions differ; see `difference`.
 
   Raises:
     InputError: some do.
   """
-  first, *others = map(json.loads, gather(json.dumps(dict(own)).encode()))
-  for number, other in enumerate(others, start=1):
-    for name in {**first, **other}:
-      if first.get(name) != other.get(name):
-        raise InputError(f"Host {number} {said.format(name)}")
+  found = difference(own)
+  if found is not None:
+    number, name = found
+    raise InputError(
+      f"Host {number} has other {name} than host 0; give all hosts the same "
+      "files and versions."
+    )
 
 
 @contextlib.contextmanager

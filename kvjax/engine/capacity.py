@@ -107,7 +107,7 @@ def _check_lengths(
 
 
 def check_caches(caches: Any) -> None:
-  """Refuses what is no cache, nor many, for callers without a type checker."""
+  """Refuses what is no cache or sequence of caches, as type checkers do."""
   many = caches if isinstance(caches, Sequence) else [caches]
   if not all(isinstance(cache, Cache) for cache in many):
     raise InputError(

@@ -18,7 +18,6 @@ from kvjax.engine.feed import evict_all, feed
 from kvjax.engine.prepared import PreparedPlan
 from kvjax.engine.sampling import GREEDY, Sampling, SamplingInputs, sample
 from kvjax.errors import InputError
-from kvjax.hosts import read
 from kvjax.model import Model
 from kvjax.options.bounds import check_count
 from kvjax.struct import struct
@@ -104,11 +103,6 @@ class DecodedTokens(NamedTuple):
 
   tokens: Int[Array, "B M"]
   lengths: Int[Array, " B"]
-
-  def rows(self) -> list[list[int]]:
-    """The tokens as lists."""
-    tokens, lengths = read((self.tokens, self.lengths))
-    return [row[:n].tolist() for row, n in zip(tokens, lengths, strict=True)]
 
 
 @struct

@@ -198,10 +198,10 @@ def generate(
 
   Raises:
     InputError: an argument has a wrong type, rows, prompts and seeds differ in
-      number, a seed does not fit 32
-      bits, the model does not embed a token, the cache is of another model,
-      context, prompt and answer together are longer than the model's context,
-      the cache has too little room, or it is an argument of `jax.jit`.
+      number, a seed does not fit 32 bits, the model does not embed a token, the
+      cache is of another model, context, prompt and answer together are longer
+      than the model's context, the cache has too little room, or cache or
+      prompts are arguments of `jax.jit`.
 
   Examples:
     >>> import kvjax

@@ -56,9 +56,9 @@ def answer_nll(
 ) -> Float[Array, " B"]:
   """Computes the mean of -ln p over given answers, after their questions.
 
-  It is in nats, in float32. The cache is left unchanged. It has
-  gradients, also through a prefill; where they are taken, and within `jax.jit`,
-  the length of the cache's context is not checked.
+  It is in nats, in float32, and has gradients, also through a prefill. The
+  cache is left unchanged. Where gradients are taken, and within `jax.jit`, the
+  length of its context is not checked.
 
   Args:
     model: the functions.
@@ -84,7 +84,7 @@ def answer_nll(
     >>> kvjax.answer_nll(model, params, cache, questions, answers).shape
     (2,)
   """
-  # Many caches have no likelihood in common, so they do not pass.
+  # Only a single cache is judged.
   check_caches([cache])
   check_batch(questions)
   check_batch(answers)

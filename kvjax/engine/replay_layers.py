@@ -125,7 +125,7 @@ class Pass(NamedTuple):
   def run(self, hidden: Float[Array, "B R E"]) -> list[Scores]:
     """Runs all layers, and scores the chunk in each."""
     scores = []
-    kept = needs_states_again(self.stacks)
+    kept = needs_states_again((hidden, self.stacks))
     run = _replay_layer if kept else _replay_layer_once
     for layer, how in enumerate(self.hows):
       given = self.given(layer)

@@ -12,8 +12,8 @@ from kvjax.errors import InputError
 from kvjax.options.bounds import check_count, check_number
 from kvjax.struct import static, struct
 
-# Temperatures below are as good as this one, whose inverse is finite.
-_LEAST = np.finfo(np.float32).tiny
+# Lower temperatures draw as this one, whose inverse times a logit is finite.
+_LEAST = np.float32(1e-30)
 
 
 @dataclasses.dataclass(frozen=True)

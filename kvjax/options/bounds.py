@@ -73,13 +73,16 @@ def check_share(method: Any, name: str) -> None:
 
 
 def check_layers(method: Any, name: str) -> None:
-  """Refuses an option that lists other things than layers.
+  """Refuses negative numbers in an option that lists layers.
 
   Raises:
     InputError: a number is negative.
   """
-  if any(layer < 0 for layer in getattr(method, name)):
-    raise InputError(f"{name} are numbers of layers, 0 for the first.")
+  for layer in getattr(method, name):
+    if layer < 0:
+      raise InputError(
+        f"{name} are numbers of layers, 0 for the first; {layer} is not one."
+      )
 
 
 def check_choices(method: Any) -> None:

@@ -342,7 +342,7 @@ def _check_choice(subject: Subject) -> None:
 
 
 def _check_registered(subject: Subject) -> None:
-  """Refuses what caches cannot be saved with, before minutes of checks.
+  """Refuses what caches cannot be saved with, before the checks that take long.
 
   Caches that are compressed once do not hold their method.
   """

@@ -331,7 +331,7 @@ def test_the_program_writes_records_that_compare_reads(
   assert done.returncode == 0, done.stderr
   (few,) = [line for line in done.stdout.splitlines() if "promise" in line]
   assert few.startswith("1 context of --others cannot promise --tau=0.95")
-  assert few.endswith("it takes 19, as --others=19 draws.")
+  assert few.endswith("19 can, as --others=19 draws.")
   assert {path.name for path in folder.iterdir()} == {
     *("triples.jsonl", "others.jsonl", "held_out.jsonl", "summary.json"),
     *("calibration.md", "ratio_curves.png", "retention_bars.png", "records"),

@@ -195,12 +195,29 @@ def test_specs_are_of_their_shapes(spec):
   assert spec.ideal_bytes == read + actual.size * 4
 
 
-def test_a_second_eager_call_compiles_nothing():
-  scores = jnp.arange(3000.0)[None]
-  found = []
-  for count in (2, 3):
-    slots = largest(scores, jnp.array([count]), 4)
-    found.append((int((slots >= 0).sum()), largest._cache_size()))
-  (first, programs), (second, same) = found
-  assert (first, second) == (2, 3)
-  assert programs == same
+@pytest.mark.parametrize(
+  "call",
+  [
+    lambda scores, counts: largest(scores, counts, 4),
+    lambda scores, counts: mask_to_slots(scores > 9, 4),
+    among_largest,
+    kth_largest,
+  ],
+  ids=["largest", "mask_to_slots", "among_largest", "kth_largest"],
+)
+def test_a_second_eager_call_compiles_nothing(call):
+  scores, counts = jnp.arange(3000.0)[None], jnp.array([2])
+  call(scores, counts)
+  compiled = []
+
+  def listen(event, seconds, **_):
+    del seconds
+    if "backend_compile" in event:
+      compiled.append(event)
+
+  jax.monitoring.register_event_duration_secs_listener(listen)
+  try:
+    call(scores, counts)
+  finally:
+    jax.monitoring.unregister_event_duration_listener(listen)
+  assert not compiled

@@ -299,6 +299,15 @@ def test_sampling_follows_the_distribution():
   assert np.all(np.asarray(cold) == 0)
 
 
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
+def test_the_lowest_temperatures_take_the_most_likely_token(top_p):
+  logits = jnp.asarray([[5.0, 9.0, 30.0, 8.0]] * 3)
+  for temperature in (1e-38, 1e-300):
+    inputs = SamplingInputs.of(Sampling(temperature, top_p))
+    drawn = sample(logits, inputs, jnp.arange(3), jnp.zeros(3, jnp.int32))
+    assert drawn.tolist() == [2, 2, 2]
+
+
 @pytest.mark.parametrize("top_k", [0, 4])
 def test_numbers_of_sampling_draw_as_constants_of_a_program(top_k):
   logits = 5 * jax.random.normal(jax.random.key(0), (64, 50))

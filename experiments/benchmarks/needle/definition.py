@@ -15,45 +15,52 @@ from kvjax.experiments.benchmarks.options import CHAT, DEPTHS, Option
 from kvjax.models.pretrained import Pretrained
 
 
-class Needle(Benchmark):
-  """A random number that is hidden in prose."""
-
-  name = "needle"
-  options: ClassVar[Sequence[Option]] = (DEPTHS,)
-  inputs: ClassVar[Sequence[str]] = ("length", "essay", "words")
-  presentation = Presentation(kvpress=NeedleLayout())
-  samples_of: Any = staticmethod(grids.needle_samples)
+class _Grid(Benchmark):
+  """Something that is hidden at every length and depth."""
 
   @override
-  def draw(self, lm: Pretrained, request: Request) -> Drawn:
-    texts = request.texts()
-    words = {"words": texts.key_words} if "words" in self.inputs else {}
-    samples = self.samples_of(
+  def total(self, request: Request) -> int:
+    return grids.total(self.lengths_of(request), request)
+
+  def cells(self, lm: Pretrained, request: Request) -> tuple[Any, ...]:
+    """The first arguments of `grids.needle_samples`, for all samples."""
+    return (
       self.lengths_of(request),
       grids.even_depths(request.value(DEPTHS)),
       request.samples or grids.SAMPLES,
       request.seed,
       lm.text.count,
       request.on_draw,
-      essay=texts.essay,
-      **words,
     )
-    return Drawn(samples, texts.needle_origins)
-
-  @override
-  def total(self, request: Request) -> int:
-    return grids.total(self.lengths_of(request), request)
 
 
-class Passkey(Needle):
-  """A number of 64 digits that is hidden in prose."""
+class Needle(_Grid):
+  """A random number that is hidden in prose."""
 
-  name = "passkey"
-  options = (DEPTHS, CHAT)
-  inputs = ("length", "essay")
-  presentation = Presentation(score="exact", scored="exact answers")
-  samples_of = staticmethod(grids.passkey_samples)
+  name = "needle"
+  options: ClassVar[Sequence[Option]] = (DEPTHS,)
+  inputs: ClassVar[Sequence[str]] = ("length", "essay", "words")
+  presentation = Presentation(kvpress=NeedleLayout())
 
   @override
   def draw(self, lm: Pretrained, request: Request) -> Drawn:
-    return super().draw(lm, request).with_chat(request)
+    texts = request.texts()
+    samples = grids.needle_samples(
+      *self.cells(lm, request), essay=texts.essay, words=texts.key_words
+    )
+    return Drawn(samples, texts.needle_origins)
+
+
+class Passkey(_Grid):
+  """A number of 64 digits that is hidden in prose."""
+
+  name = "passkey"
+  options: ClassVar[Sequence[Option]] = (DEPTHS, CHAT)
+  inputs: ClassVar[Sequence[str]] = ("length", "essay")
+  presentation = Presentation(score="exact", scored="exact answers")
+
+  @override
+  def draw(self, lm: Pretrained, request: Request) -> Drawn:
+    texts = request.texts()
+    samples = grids.passkey_samples(*self.cells(lm, request), essay=texts.essay)
+    return Drawn(samples, texts.needle_origins).with_chat(request)

@@ -6,7 +6,7 @@ import pytest
 
 from kvjax.experiments.benchmarks.longbench import sets
 from kvjax.experiments.benchmarks.ruler import generator
-from kvjax.experiments.papers import printed, running
+from kvjax.experiments.papers import printed, registry, running
 from kvjax.experiments.papers.data_model import Comparison
 from kvjax.experiments.papers.registry import EXPERIMENTS
 
@@ -29,6 +29,10 @@ def test_every_experiment_of_the_papers_is_there():
   assert list(EXPERIMENTS) == IDS
   for experiment in EXPERIMENTS.values():
     assert bool(experiment.parts) != bool(experiment.why_not)
+    if experiment.parts:
+      assert experiment.minutes > 0
+      assert experiment.instead
+  assert set(registry._PARTS) <= set(EXPERIMENTS)
 
 
 @pytest.mark.parametrize("name", COMPARISONS)
