@@ -50,9 +50,6 @@ def largest(
   )
 
 
-@functools.partial(
-  jax.jit, static_argnames=("size", "implementation"), inline=True
-)
 def mask_to_slots(
   mask: Bool[Array, "*B T"],
   size: int,
