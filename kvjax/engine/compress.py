@@ -309,8 +309,7 @@ def finalize_cache(
   has renumbered tokens, the next position follows the last kept token; all
   heads of all layers keep the same number of tokens then.
   """
-  # Each cache has its own arrays, as it may be donated: neither the prompts nor
-  # the other caches of a sweep may lose theirs.
+  # A cache may be donated: prompts and other caches must keep their arrays.
   lengths, protected = jax.tree.map(jnp.copy, (lengths, protected))
   later = plan.while_decoding
   # Tokens keep their true positions as long as a plan goes on evicting.
