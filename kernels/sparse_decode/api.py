@@ -23,6 +23,7 @@ def sparse_decode(
   implementation: Implementation | None = None,
   options: AttentionOptions = PLAIN,
   layer: Layer = None,
+  page: int = 1,
 ) -> Partial:
   """Softmax attention, scaled by D^-1/2, to listed slots only.
 
@@ -42,6 +43,9 @@ def sparse_decode(
       support plain attention only.
     options: scale and softcap.
     layer: index of the layer in stacks.
+    page: the entries of each list come in groups of so many, with the slots of
+      one page in order, any of which may be -1; pages start at multiples of
+      their size. A kernel may then copy whole pages.
 
   Returns:
     The output in the dtype of the queries, and its float32 log-sum-exp, for
@@ -73,4 +77,5 @@ def sparse_decode(
     ("BN", "LBK", "LBK", lists, "BN", ""),
     "BN",
     options=options,
+    page=page,
   )

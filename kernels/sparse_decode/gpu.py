@@ -53,13 +53,14 @@ def sparse_decode_gpu(
   bias: Float[Array, "B N M"] | None,
   layer: Int[Array, ""],
   options: AttentionOptions = PLAIN,
+  page: int = 1,
 ) -> Partial:
   """Pallas kernel for `kvjax.kernels.sparse_decode.sparse_decode`.
 
-  It copies only the listed rows of keys and values, one at a time, and skips
-  chunks of 64 entries after the last listed slot. Several thread blocks share a
-  list if there are few lists, and XLA merges their results. XLA gathers the
-  scales.
+  It copies only the listed rows of keys and values, one at a time, those of a
+  page too, and skips chunks of 64 entries after the last listed slot. Several
+  thread blocks share a list if there are few lists, and XLA merges their
+  results. XLA gathers the scales.
 
   Raises:
     NotImplementedError: queries do not have 16 bits, or keys and values have
@@ -67,6 +68,7 @@ def sparse_decode_gpu(
       empty, is for more than 64 query heads, or for more than 8 with a bias;
       attention is not plain.
   """
+  del page
   decline_unless_plain(options, keys.shape[-1], values.shape[-1])
   batch, heads, dim = queries.shape
   lists, most = slots.shape[1:]

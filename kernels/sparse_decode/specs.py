@@ -3,6 +3,7 @@
 That of Llama-3.2-1B differs only in the width of the heads.
 """
 
+import functools
 import itertools
 
 import jax
@@ -18,9 +19,15 @@ _HEADS, _KV_HEADS = 32, 8
 
 
 def _decoding(
-  batch: int, length: int, lists: int, num_slots: int, bits: int, dim: int = 128
+  batch: int,
+  length: int,
+  lists: int,
+  num_slots: int,
+  bits: int = 16,
+  dim: int = 128,
+  page: int = 1,
 ) -> Spec:
-  """Decoding with one list of random slots per KV head or query head."""
+  """Decoding with one list of random pages per KV head or query head."""
 
   def arrays(key: Array) -> tuple[Array, ...]:
     drawn = jax.random.split(key, 4)
@@ -28,20 +35,25 @@ def _decoding(
     queries = jax.random.normal(drawn[0], (batch, _HEADS, dim), jnp.bfloat16)
     keys = jax.random.normal(drawn[1], shape, jnp.bfloat16)
     values = jax.random.normal(drawn[2], shape, jnp.bfloat16)
-    # A list has one slot from each of as many equal parts of the cache.
-    part = length // num_slots
-    slots = jax.random.randint(drawn[3], (batch, lists, num_slots), 0, part)
-    slots = slots + jnp.arange(num_slots, dtype=jnp.int32)[None, None] * part
+    # A list has one page from each of as many equal parts of the cache.
+    pages, part = num_slots // page, length // num_slots
+    first = jax.random.randint(drawn[3], (batch, lists, pages), 0, part)
+    first = first + jnp.arange(pages, dtype=jnp.int32)[None, None] * part
+    slots = first[..., None] * page + jnp.arange(page, dtype=jnp.int32)
+    slots = slots.reshape(batch, lists, num_slots)
     if bits == 8:
       quantized = (quantize(x, jnp.int8) for x in (keys, values))
       return queries, *itertools.chain(*quantized), slots
     return queries, keys, values, slots
 
   per_slot = 2 * dim * bits // 8 + (8 if bits == 8 else 0) + 4
+  pages = f" in pages of {page}" if page > 1 else ""
   return Spec(
-    f"{batch} x {lists} lists of {num_slots:,} of {length:,} slots, "
+    f"{batch} x {lists} lists of {num_slots:,} of {length:,} slots{pages}, "
     f"{dim} times {bits} bits",
-    sparse_decode if bits == 16 else _of_eight_bits,
+    functools.partial(sparse_decode, page=page)
+    if bits == 16
+    else _of_eight_bits,
     arrays,
     batch * lists * num_slots * per_slot + 4 * batch * _HEADS * dim,
   )
@@ -60,11 +72,12 @@ def _of_eight_bits(
 
 
 SPECS = (
-  _decoding(1, 131_072, _KV_HEADS, 4096, 16),
-  _decoding(4, 32_768, _KV_HEADS, 1024, 16),
-  _decoding(1, 32_768, _HEADS, 512, 16),
-  _decoding(1, 131_072, _KV_HEADS, 4096, 8),
-  _decoding(1, 131_072, _KV_HEADS, 4096, 16, dim=64),
+  _decoding(1, 131_072, _KV_HEADS, 4096),
+  _decoding(4, 32_768, _KV_HEADS, 1024),
+  _decoding(1, 32_768, _HEADS, 512),
+  _decoding(1, 32_768, _HEADS, 512, page=16),
+  _decoding(1, 131_072, _KV_HEADS, 4096, bits=8),
+  _decoding(1, 131_072, _KV_HEADS, 4096, dim=64),
 )
 
 CHOICES = (

@@ -1,6 +1,7 @@
-"""Attention to listed slots on TPUs: every slot is copied separately."""
+"""Attention to listed slots on TPUs, copied one by one or in whole pages."""
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -37,7 +38,7 @@ class _Operands(NamedTuple):
     layer: index of the layer in the stacks, prefetched, [1].
     counts: entries of each list, prefetched, [B H].
     queries: queries of each list, [B, H, G, D].
-    numbers: slots to fetch, for the scalar unit, [B H, 1, M].
+    numbers: first slots to fetch, for the scalar unit, [B H, 1, M / page].
     lists: the other fields of `Lists`, for the vector units.
     keys: all keys, in HBM, [L, B, K, T, D].
     values: all values, in HBM, [L, B, K, T, D].
@@ -60,14 +61,16 @@ def sparse_decode_tpu(
   bias: Float[Array, "B N M"] | None,
   layer: Int[Array, ""],
   options: AttentionOptions = PLAIN,
+  page: int = 1,
 ) -> Partial:
   """Pallas kernel for `kvjax.kernels.sparse_decode.sparse_decode`.
 
   The smallest copy is a row of 32-bit words: one row of float32, two adjacent
   rows of bfloat16 or four of int8. The kernel therefore copies twice the bytes
   of bfloat16 slots and four times those of int8, for every T. Whole tiles would
-  be 8 and 32 times as many bytes. Entries after the last listed slot are
-  skipped. XLA gathers the scales.
+  be 8 and 32 times as many bytes. A page of whole words is one copy, of its own
+  bytes only. Entries after the last listed slot are skipped. XLA gathers the
+  scales.
 
   Rows are padded to a multiple of 128 lanes, so that D = 64 takes the memory
   and time of 128. If T is odd, the last word ends in the padding of the last
@@ -93,6 +96,8 @@ def sparse_decode_tpu(
   # Slots that are prefetched while the previous ones are attended to.
   chunk = tuning.option("sparse_decode/tpu", "chunk")
   chunk = min(chunk, -(-num_slots // LANES) * LANES)
+  if page % _packed(*dtypes) or chunk % page or page > keys.shape[3]:
+    page = 1
   chunked = Lists.of(
     keys, values, layer, slots, bias, chunk, -(-num_slots // chunk)
   )
@@ -101,17 +106,26 @@ def sparse_decode_tpu(
       layer[None],
       chunked.counts.reshape(-1),
       queries.reshape(batch, lists, heads // lists, dim),
-      chunked.numbers.reshape(batch * lists, 1, -1),
+      _first_slots(chunked.slots.reshape(batch * lists, 1, -1, page)),
       chunked[2:],
       stored(keys),
       stored(values),
-    )
+    ),
+    page,
   )
   largest, total, weighted = (x.reshape(batch, heads, -1) for x in results)
   return Partial.of(largest[..., 0], total[..., 0], weighted, queries.dtype)
 
 
-def _call(operands: _Operands) -> tuple[Float[Array, "B H G _"], ...]:
+def _first_slots(slots: Int[Array, "L 1 P p"]) -> Int[Array, "L 1 P"]:
+  """First slot of each page; 0 for pages of which no slot is listed."""
+  page = slots.shape[-1]
+  return jnp.maximum(jnp.max(slots, axis=-1), 0) // page * page
+
+
+def _call(
+  operands: _Operands, page: int
+) -> tuple[Float[Array, "B H G _"], ...]:
   batch, lists, group, dim = operands.queries.shape
   dtype = operands.keys.dtype
   chunk = operands.lists[0].shape[-1]
@@ -133,12 +147,15 @@ def _call(operands: _Operands) -> tuple[Float[Array, "B H G _"], ...]:
     jax.ShapeDtypeStruct((batch, lists, group, width), jnp.float32)
     for width in (1, 1, dim)
   )
-  rows = pltpu.VMEM((2, chunk * _packed(dtype), dim), dtype)
+  copied = max(page, _packed(dtype))
+  rows = pltpu.VMEM((2, chunk // page * copied, dim), dtype)
+  unroll = tuning.option("sparse_decode/tpu", "unroll")
   call = pl.pallas_call(
     functools.partial(
       _kernel,
       share=lists // operands.keys.shape[2],
-      unroll=tuning.option("sparse_decode/tpu", "unroll"),
+      page=page,
+      unroll=math.gcd(unroll, chunk // page),
     ),
     out_shape=shapes,
     grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -160,25 +177,31 @@ def _call(operands: _Operands) -> tuple[Float[Array, "B H G _"], ...]:
       # Bounds checks take longer than starting a copy; all slots are valid.
       disable_bounds_checks=True,
     ),
-    cost_estimate=_cost(operands, shapes),
+    cost_estimate=_cost(operands, shapes, copied),
     name="sparse_decode",
   )
   return tuple(call(*operands))
 
 
 def _cost(
-  operands: _Operands, results: tuple[jax.ShapeDtypeStruct, ...]
+  operands: _Operands, results: tuple[jax.ShapeDtypeStruct, ...], copied: int
 ) -> pl.CostEstimate:
-  """Cost estimate for the compiler, if all entries are slots."""
+  """Cost estimate for the compiler, if all entries are slots.
+
+  Args:
+    operands: the operands.
+    results: shapes of the results.
+    copied: rows per copy.
+  """
   _, _, group, dim = operands.queries.shape
-  entries = operands.numbers.size
+  entries = operands.lists[0].size
   blocks = jax.tree.leaves((operands[:5], results))
   row = operands.keys.dtype.itemsize * -(-dim // LANES) * LANES
-  copied = 2 * entries * _packed(operands.keys.dtype) * row
+  moved = 2 * operands.numbers.size * copied * row
   return pl.CostEstimate(
     flops=4 * entries * group * dim,
     transcendentals=entries * group,
-    bytes_accessed=copied + sum(x.size * x.dtype.itemsize for x in blocks),
+    bytes_accessed=moved + sum(x.size * x.dtype.itemsize for x in blocks),
   )
 
 
@@ -187,15 +210,16 @@ def _packed(dtype: DTypeLike) -> int:
   return 4 // jnp.dtype(dtype).itemsize
 
 
-def _kernel(*refs: Any, share: int, unroll: int) -> None:
+def _kernel(*refs: Any, share: int, page: int, unroll: int) -> None:
   """Attends to a list, prefetching one chunk.
 
   Args:
     *refs: `_Operands`, then `Running`, then rows of keys and of values in two
       buffers and the semaphores of the buffers.
     share: number of lists per KV head.
+    page: entries per copy.
     unroll: copies started per iteration, so that their scalar work overlaps; a
-      divisor of the chunk.
+      divisor of those of a chunk.
   """
   read, running_refs = _Operands(*refs[:7]), refs[7:10]
   *rows, arrived = refs[10:]
@@ -203,25 +227,29 @@ def _kernel(*refs: Any, share: int, unroll: int) -> None:
   batch, head = pl.program_id(0), pl.program_id(1)
   count = read.counts[batch * pl.num_programs(1) + head]
   kv_head = jax.lax.div(head, share)
-  packed = _packed(read.keys.dtype)
   chunk = read.lists[0].shape[-1]
+  # Rows of one copy: a page, or those that share words with a slot.
+  copied = max(page, _packed(read.keys.dtype))
 
   def num_groups(number: Array) -> Array:
     # 0 beyond the last chunk: then nothing is fetched or waited for.
     remaining = jnp.clip(count - number * chunk, 0, chunk)
-    return jax.lax.div(remaining + unroll - 1, unroll)
+    entries = unroll * page
+    return jax.lax.div(remaining + entries - 1, entries)
 
   def part(of: Any, number: Array, group: Array) -> Any:
-    size = unroll * packed
+    size = unroll * copied
     return of.at[number & 1, pl.ds(pl.multiple_of(group * size, size), size)]
 
   def fetch(number: Array) -> None:
     def start_copies(group: Array, _: None) -> None:
       for entry in range(unroll):
-        slot = read.numbers[0, 0, number * chunk + group * unroll + entry]
-        # The rows that share words with the slot; `packed` is a power of two.
-        source = pl.ds(pl.multiple_of(slot & -packed, packed), packed)
-        target = pl.ds(entry * packed, packed)
+        place = number * (chunk // page) + group * unroll + entry
+        slot = read.numbers[0, 0, place]
+        # Rows that share words are a power of two; a page starts where it does.
+        first = slot if page > 1 else slot & -copied
+        source = pl.ds(pl.multiple_of(first, copied), copied)
+        target = pl.ds(entry * copied, copied)
         for source_rows, buffer in zip(
           (read.keys, read.values), rows, strict=True
         ):
@@ -282,11 +310,11 @@ def _attend(
 def _unpack_rows(
   rows: Shaped[Array, "R D"], slots: Int[Array, "1 c"], dtype: DTypeLike
 ) -> Float[Array, "c D"]:
-  """Unpacks the listed rows from words that several rows share."""
+  """Unpacks the listed rows, from words that several rows share if R > c."""
   slot = jnp.transpose(slots)
-  if rows.dtype == jnp.float32:
+  if rows.shape[0] == slot.shape[0]:
     # Rows that were not fetched may be NaN, and 0 * NaN is NaN.
-    return jnp.where(slot >= 0, rows, 0.0)
+    return jnp.where(slot >= 0, rows.astype(jnp.float32), 0.0).astype(dtype)
   # Now [c, D]: a row of words for every entry, lowest row in the lowest bits.
   words = pltpu.bitcast(rows, jnp.int32)
   rest = 32 - 8 * rows.dtype.itemsize

@@ -53,8 +53,11 @@ def sparse_decode_xla(
   bias: Float[Array, "B N M"] | None,
   layer: Int[Array, ""],
   options: AttentionOptions = PLAIN,
+  page: int = 1,
 ) -> Partial:
   """XLA version of `kvjax.kernels.sparse_decode.sparse_decode`."""
+  # On CPUs, slices of whole pages take as long as those of their slots.
+  del page
 
   def gather(
     x: Float[Array, "L B K T D"] | Quantized,

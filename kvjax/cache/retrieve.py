@@ -178,6 +178,7 @@ def attend_to_selection(
     bias,
     options=options,
     layer=rows.layer,
+    page=selection.page,
   )
 
 
@@ -205,7 +206,8 @@ def _or_everything(
   if bias is not None:
     # MagicPIG's bias corrects for sampling; here every key is read.
     bias = jnp.where(fits, 0.0, bias)
-  return Selection(jnp.where(fits, all_slots[None], selection.slots), bias)
+  slots = jnp.where(fits, all_slots[None], selection.slots)
+  return Selection(slots, bias, selection.page)
 
 
 def broadcast_budget(

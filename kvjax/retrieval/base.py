@@ -197,10 +197,13 @@ class Selection:
     slots: one list shared by all queries, or one list per query; slots are
       unique within a list, -1 for none.
     bias: added to the scaled logits of the listed slots; None for zero.
+    page: each so many entries are the slots of one page, in order, any of which
+      may be -1; pages start at multiples of their size.
   """
 
   slots: Int[Array, "*B J M"]
   bias: Float[Array, "*B G M"] | None = None
+  page: int = static(default=1)
 
   @property
   def visible_slots(self) -> Int[Array, "*B J M"]:

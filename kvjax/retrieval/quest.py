@@ -69,7 +69,7 @@ class Paged(Retrieval):
     valid: Bool[Array, " F"],
     max_pages: int,
     num_pages: Int[Array, ""],
-  ) -> Int[Array, "J M"]:
+  ) -> Selection:
     """Selects the slots of the pages with the highest scores, then -1.
 
     Args:
@@ -88,7 +88,7 @@ class Paged(Retrieval):
       # Index -1 reads the last page, which is then masked.
       return jnp.where((pages >= 0)[:, None], table[pages], -1).reshape(-1)
 
-    return jax.vmap(select)(scores)
+    return Selection(jax.vmap(select)(scores), page=self.page)
 
 
 @struct
@@ -163,6 +163,4 @@ class Quest(Paged):
     # Rounded up, so that a row that may read all of its keys can do so.
     max_pages = max(-(-budget.max_keys // self.page), _LEAST_PAGES)
     num_pages = jnp.maximum(budget.num_keys // self.page, _LEAST_PAGES)
-    return Selection(
-      self.select_best(scores, store.valid, max_pages, num_pages)
-    ), None
+    return self.select_best(scores, store.valid, max_pages, num_pages), None

@@ -90,6 +90,5 @@ class ShadowKV(Paged):
     # Rounded up, so that a row that may read all of its keys can do so.
     max_pages = self.outliers + -(-budget.max_keys // self.page)
     num_pages = outliers + budget.num_keys // self.page
-    return Selection(
-      self.select_best(scores[None], store.valid, max_pages, num_pages)
-    ), None
+    best = self.select_best(scores[None], store.valid, max_pages, num_pages)
+    return best, None

@@ -19,7 +19,7 @@ from kvjax.engine.prefill import prefill, sweep
 from kvjax.methods.full import FullKV
 from kvjax.options.budgets import Retention, Tokens
 from kvjax.prompts import Prompts
-from kvjax.retrieval.base import Retrieval
+from kvjax.retrieval.base import Retrieval, Selection
 from kvjax.retrieval.sparse_attention import SparseAttention
 from kvjax.testing import checks
 from kvjax.testing.checks import explain, require
@@ -73,14 +73,12 @@ class _Retrieved(NamedTuple):
   """What a token of each row retrieved in a layer.
 
   Attributes:
-    slots: the lists of slots.
-    visible: the lists without slots that the bias hides.
+    selection: the lists of slots.
     before: the index before the token.
     after: the index after the token.
   """
 
-  slots: Int[Array, "B K J M"]
-  visible: Int[Array, "B K J M"]
+  selection: Selection
   before: Any
   after: Any
 
@@ -102,7 +100,7 @@ def _retrieve(
   positions: Int[Array, " B"],
 ) -> _Retrieved:
   after, result = cache.retrieve(cache.index, queries, positions)
-  return _Retrieved(result.slots, result.visible_slots, cache.index, after)
+  return _Retrieved(result, cache.index, after)
 
 
 def _check_retrieval(retrieval: Retrieval, layer: int) -> None:
@@ -237,12 +235,17 @@ def _check_slots(
 ) -> list[list[list[int]]]:
   """Checks slots; returns the sorted visible ones for each row and list."""
   size, valid = cache.stored.capacity, np.asarray(cache.stored.valid)
-  slots = np.asarray(result.slots)
+  slots, page = np.asarray(result.selection.slots), result.selection.page
   outside = slots[(slots < -1) | (slots >= size)]
   require(
     not outside.size,
     f"{name} retrieves slot {outside[:1].sum()} of {size} that are stored; "
     f"give 0 to {size - 1}, and -1 for none.",
+  )
+  require(
+    slots.shape[-1] % page == 0 and _in_pages(slots, page),
+    f"{name} says that it lists whole pages of {page} slots; start each at a "
+    f"multiple of {page} and name its slots in order, or leave `page` at 1.",
   )
   for row, head in np.ndindex(*valid.shape[:2]):
     for listed in slots[row, head]:
@@ -262,8 +265,15 @@ def _check_slots(
       sorted(listed[listed >= 0].tolist())
       for listed in row.reshape(-1, row.shape[-1])
     ]
-    for row in np.asarray(result.visible)
+    for row in np.asarray(result.selection.visible_slots)
   ]
+
+
+def _in_pages(slots: Int[np.ndarray, "B K J M"], page: int) -> bool:
+  """Whether entries are the slots of one page after another, or -1."""
+  pages = slots.reshape(-1, page)
+  first = np.max(pages, axis=1, keepdims=True) // page * page
+  return bool(np.all((pages < 0) | (pages == first + np.arange(page))))
 
 
 def _check_caches(retrieval: Retrieval, layer: int) -> None:

@@ -369,11 +369,18 @@ def test_blocks_that_data_choose_and_copies_of_the_kernel(cost, decided):
   assert found.written == (64,)
 
 
-@pytest.mark.parametrize("length", [512, 4096])
-def test_of_a_cache_the_listed_rows_count_with_their_words(length):
+@pytest.mark.parametrize(
+  ("length", "page", "rows_copied"),
+  # A word has two rows of bfloat16; pages are whole words.
+  [(512, 1, 2), (4096, 1, 2), (4096, 16, 1)],
+)
+def test_of_a_cache_the_listed_rows_count_with_their_words(
+  length, page, rows_copied
+):
   lists, most, dim = 2, 256, 128
   shape = jax.ShapeDtypeStruct((1, 1, lists, length, dim), jnp.bfloat16)
-  traced = jax.jit(functools.partial(sparse_decode_tpu, bias=None)).trace(
+  run = functools.partial(sparse_decode_tpu, bias=None, page=page)
+  traced = jax.jit(run).trace(
     jax.ShapeDtypeStruct((1, 4 * lists, dim), jnp.bfloat16),
     shape,
     shape,
@@ -381,12 +388,12 @@ def test_of_a_cache_the_listed_rows_count_with_their_words(length):
     layer=jax.ShapeDtypeStruct((), jnp.int32),
   )
   (found,) = kernels_in(traced.jaxpr)
-  keys_and_values, rows_in_a_word = 2, 2
+  keys_and_values = 2
   row = dim * jnp.dtype(jnp.bfloat16).itemsize
   # Other arrays are read in blocks that nobody chooses.
   assert (
     sorted(found.read)[-2:]
-    == [keys_and_values * rows_in_a_word * lists * most * row // 2] * 2
+    == [keys_and_values * rows_copied * lists * most * row // 2] * 2
   )
 
 

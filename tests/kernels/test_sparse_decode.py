@@ -222,6 +222,39 @@ def test_tpu_kernel_reads_the_last_word_of_an_odd_number_of_rows(
   close(found, by_hand(*inputs), 2e-2)
 
 
+@functools.cache
+def pages(dtype, page, T=44, D=128):
+  """Lists of three pages of four heads; the last page lacks its last slot."""
+  rng = np.random.default_rng(0)
+  queries = rng.normal(size=(B, 4, D))
+  keys, values = rng.normal(size=(2, B, 2, T, D))
+  slots = np.full((B, 2, 3, page), -1, np.int32)
+  named = np.zeros((B, 2, T), bool)
+  for b, h in [(0, 0), (0, 1), (1, 1)]:
+    for place, number in enumerate(rng.permutation(T // page)[: 3 - b]):
+      slots[b, h, place] = number * page + np.arange(page)
+    slots[b, h, 2 - b, -1] = -1
+    named[b, h, slots[b, h][slots[b, h] >= 0]] = True
+  keys[~named], values[~named] = np.nan, np.nan
+  arrays = (jnp.asarray(x.astype(dtype)) for x in (queries, keys, values))
+  return *arrays, jnp.asarray(slots.reshape(B, 2, -1)), None
+
+
+@pytest.mark.parametrize(
+  ("dtype", "page"),
+  # In pieces that are no whole words, slots are copied one by one.
+  [("float32", 4), ("bfloat16", 4), ("bfloat16", 1), ("int8", 4), ("int8", 2)],
+)
+@pytest.mark.usefixtures("short_chunks")
+def test_tpu_kernel_reads_pages(dtype, page):
+  inputs = pages("bfloat16" if dtype == "int8" else dtype, page)
+  if dtype == "int8":
+    inputs = eighths(inputs, dtype)
+  with padded_tpu():
+    found = jax.jit(functools.partial(sparse_decode, page=page))(*inputs)
+  close(found, by_hand(*inputs), 1e-5 if dtype == "float32" else 2e-2)
+
+
 @pytest.mark.parametrize(
   ("shape", "D", "bias", "blocks"),
   # A list that two blocks of threads share; one of two chunks for one block.

@@ -36,6 +36,12 @@ class EmptyReads(Reading):
     ]
 
 
+class ScatteredPages(Reading):
+  def retrieve(self, index, queries, store, reads):
+    found, news = Flat.retrieve(self, index, queries, store, reads)
+    return Selection(found.slots, page=2), news
+
+
 @dataclasses.dataclass(frozen=True)
 class Growing(Reading):
   def index(self, prompt, reads):
@@ -68,6 +74,7 @@ NOT_RETRIEVING = {
   "out of range": (BeyondTheStore(), "retrieves slot .* that are stored"),
   "twice": (Twice(), "once in a list"),
   "empty": (EmptyReads(), "holds no token"),
+  "no pages": (ScatteredPages(), "whole pages of 2 slots"),
   "grows": (Growing(), "same shapes"),
   "dense": (
     Reading(dense_layers=tuple(range(64))),

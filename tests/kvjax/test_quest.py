@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 
 from kvjax.activations import Activations
+from kvjax.cache import retrieve
 from kvjax.cache.layers import LayerCache
 from kvjax.cache.sparse import SparseLayer
 from kvjax.errors import InputError
+from kvjax.kernels.sparse_decode import sparse_decode
 from kvjax.methods.heads import Head
 from kvjax.registry.names import get_retrieval
-from kvjax.retrieval import KeyBudget, Prompt, Quest, Store
+from kvjax.retrieval import KeyBudget, Prompt, Quest, ShadowKV, Store
 from kvjax.testing import random_activations
 
 LENGTHS = [100, 67, 40, 5]
@@ -166,6 +168,20 @@ def test_a_ragged_page_uses_its_real_tokens():
   found, _ = method.retrieve(bounds, jnp.ones((2, 4)), store, reads)
   for slots in np.asarray(found.slots):
     assert sorted(slots[slots >= 0]) == [*range(19)]
+
+
+@pytest.mark.parametrize("method", [Quest(page=4), ShadowKV(page=4)])
+def test_kernels_may_copy_whole_pages(method, monkeypatch):
+  sizes = []
+
+  def recorded(*operands, page, **options):
+    sizes.append(page)
+    return sparse_decode(*operands, page=page, **options)
+
+  monkeypatch.setattr(retrieve, "sparse_decode", recorded)
+  queries = jax.random.normal(jax.random.key(1), (len(LENGTHS), HEADS, DIM))
+  looked_up.__wrapped__(method, prompt("float32"), queries)
+  assert sizes == [4]
 
 
 def test_first_two_layers_are_dense():
