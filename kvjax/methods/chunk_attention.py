@@ -26,7 +26,7 @@ class ChunkAttention(ScoringMethod):
 
   Attributes:
     chunk: C, tokens per chunk; the last one may be shorter.
-    scale: of the logits: 1, or "rsqrt_d".
+    scale: of the logits: 1, or "rsqrt_d" for the layer's own.
     value_norm: "l2", "l1", or "none".
     pool: odd width of the average over neighbors; 1 is none.
   """
@@ -45,7 +45,8 @@ class ChunkAttention(ScoringMethod):
   def traits(self) -> Traits:
     """It needs the queries of the whole prompt."""
     return Traits(
-      whole_prompts_only="its attention is that of a whole prompt", weighs=True
+      whole_prompts_only="its attention is that of a whole prompt",
+      weighs=self.value_norm == "none",
     )
 
   def scores(
@@ -60,6 +61,7 @@ class ChunkAttention(ScoringMethod):
       jnp.where(cache.valid[..., None], values, 0.0),
       cache.valid,
       chunk=self.chunk,
+      options=activations.attention,
       scale=self.scale,
       value_norm=self.value_norm,
       width=self.pool,

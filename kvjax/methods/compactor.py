@@ -59,7 +59,7 @@ class Compactor(Method):
     center: subtract the mean key first.
     leverage_chunk: tokens per chunk of the leverage; 0 for a single chunk.
     chunk: C, tokens per chunk of attention.
-    scale: of the logits: 1, or "rsqrt_d".
+    scale: of the logits: 1, or "rsqrt_d" for the layer's own.
     value_norm: "l2", "l1", or "none".
     pool: odd width of the average over neighbors; 1 is none.
     z_scope: standardize per "head", or over all heads of a "layer", or of each
@@ -227,6 +227,7 @@ class Compactor(Method):
       jnp.where(valid[..., None], values, 0.0),
       valid,
       chunk=self.chunk,
+      options=activations.attention,
       scale=self.scale,
       value_norm=self.value_norm,
       width=self.pool,

@@ -71,8 +71,8 @@ class Critical(Method):
     if not self.over.traits.weighs:
       raise InputError(
         "critical/ multiplies scores by the norms of values, so that they "
-        f"must be attention or other weights of 0 or more; those of {name} are "
-        "not."
+        "must be weights of 0 or more that no values are part of, such as "
+        f"attention; those of {name} are not."
       )
 
   @property

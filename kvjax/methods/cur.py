@@ -47,7 +47,11 @@ class Cur(HeadwiseMethod):
   @property
   def traits(self) -> Traits:
     """Its scores are shares; they depend on a seed with a sketch."""
-    return Traits(weighs=True, sinks=self.sinks, stochastic=self.sketch > 0)
+    return Traits(
+      weighs=self.leverage == "key",
+      sinks=self.sinks,
+      stochastic=self.sketch > 0,
+    )
 
   def score_head(self, head: Head) -> Float[Array, " T"]:
     """Computes the head's shares of leverage, which sum to 1."""

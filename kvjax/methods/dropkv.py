@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
@@ -46,7 +47,7 @@ class DropKV(ScoringMethod):
   @property
   def traits(self) -> Traits:
     """It reads the last W queries and keeps their tokens."""
-    return Traits(window=self.window, protects=self.window, weighs=True)
+    return Traits(window=self.window, protects=self.window)
 
   def scores(
     self, layer: Int[Array, ""], cache: LayerCache, activations: Activations
@@ -62,18 +63,58 @@ class DropKV(ScoringMethod):
     center = jnp.sum(values, axis=2) / count[..., None]
     values = jnp.where(valid[..., None], values - center[:, :, None], 0.0)
     weights = window_weights(cache, activations, self.window)
-    outputs = jnp.einsum("bkgwt,bktd->bkgwd", weights, values)
+    # With sinks, weights add up to less than one; the rest is at -center.
+    missing = jnp.zeros((*weights.shape[:-1], 1))
     if activations.sinks is not None:
-      # Outputs add up to less than one weight; the rest is at -center.
-      missing = 1.0 - jnp.sum(weights, axis=-1, keepdims=True)
-      outputs -= missing * center[:, :, None, None]
+      missing = jnp.maximum(1.0 - jnp.sum(weights, axis=-1, keepdims=True), 0.0)
+    changes = self._changes(weights, values, missing, center)
+    changes = jnp.mean(jnp.sum(changes, axis=3), axis=2)
+    return pool(changes, valid, self.kernel, "avg")
+
+  def _changes(
+    self,
+    weights: Float[Array, "B K G W T"],
+    values: Float[Array, "B K T D"],
+    missing: Float[Array, "B K G W 1"],
+    center: Float[Array, "B K D"],
+  ) -> Float[Array, "B K G W T"]:
+    """Squared lengths of the changes of each query's output.
+
+    Where one token has nearly all of the weight, the output is nearly its
+    value, and 1 - p and o - v are differences of what is nearly equal. What
+    its loss changes is therefore computed from the other tokens.
+
+    Args:
+      weights: attention weights.
+      values: values, less `center`.
+      missing: weight of what has no value, such as a sink.
+      center: mean value.
+    """
+    slots = jax.lax.broadcasted_iota(jnp.int32, weights.shape, 4)
+    best = jnp.argmax(weights, axis=-1).astype(jnp.int32)
+    is_best = slots == best[..., None]
+    others = jnp.where(is_best, 0.0, weights)
+    rest = jnp.sum(others, axis=-1, keepdims=True) + missing
+    rest_output = jnp.einsum("bkgwt,bktd->bkgwd", others, values)
+    rest_output -= missing * center[:, :, None, None]
+    index = best.reshape(*best.shape[:2], -1, 1)
+    best_value = jnp.take_along_axis(values, index, axis=2)
+    best_value = best_value.reshape(rest_output.shape)
+    outputs = rest_output + best_value * jnp.max(
+      weights, axis=-1, keepdims=True
+    )
+
     products = jnp.einsum("bkgwd,bktd->bkgwt", outputs, values)
     squares = jnp.sum(values**2, axis=-1)[:, :, None, None]
     lengths = jnp.sum(outputs**2, axis=-1, keepdims=True)
     distances = jnp.maximum(squares - 2 * products + lengths, 0.0)
-    odds = weights / (1.0 - weights + self.epsilon)
-    changes = jnp.sum(odds**2 * distances, axis=3)
-    return pool(jnp.mean(changes, axis=2), valid, self.kernel, "avg")
+    changes = (weights / (1.0 - others + self.epsilon)) ** 2 * distances
+
+    least = jnp.finfo(jnp.float32).tiny
+    without_best = rest_output / jnp.maximum(rest, least)
+    distance = jnp.sum((without_best - best_value) ** 2, axis=-1, keepdims=True)
+    share = rest / jnp.maximum(rest + self.epsilon, least)
+    return jnp.where(is_best, (weights * share) ** 2 * distance, changes)
 
   def protected(
     self, cache: LayerCache, counts: Int[Array, "B #K"]

@@ -64,7 +64,7 @@ class ExpectedAttention(ScoringMethod):
     """It moves queries and reads those of a whole prompt."""
     return Traits(
       whole_prompts_only="it looks ahead from the end of a whole prompt",
-      weighs=True,
+      weighs=not self.value_norm,
       activations=frozenset({"rerotate"}),
     )
 

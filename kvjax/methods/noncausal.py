@@ -5,6 +5,7 @@ from typing import Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from kvjax.kernels.attention import AttentionOptions
 from kvjax.kernels.attention_mass import chunk_mass
 from kvjax.methods.heads import by_kv_head
 from kvjax.methods.snapkv import pool
@@ -20,6 +21,7 @@ def noncausal_attention(
   valid: Bool[Array, "B K T"],
   *,
   chunk: int,
+  options: AttentionOptions,
   scale: Scale,
   value_norm: ValueNorm,
   width: int,
@@ -37,11 +39,14 @@ def noncausal_attention(
     values: float32 values, zero in empty slots.
     valid: slots whose queries and keys count; the others are arbitrary.
     chunk: C, tokens per chunk; the last one may be shorter.
-    scale: of the logits: 1, or 1 / sqrt(D).
+    options: of the layer, of which only the scale counts: chunks have their own
+      softmax, without softcap and sinks.
+    scale: of the logits: 1, or that of the layer, which is 1 / sqrt(D) in most
+      models.
     value_norm: "l2", "l1", or "none".
     width: odd width of the average; 1 for none.
   """
-  factor = 1.0 if scale == "one" else queries.shape[-1] ** -0.5
+  factor = 1.0 if scale == "one" else options.scale_of(queries.shape[-1])
   mass = chunk_mass(queries, keys, valid, chunk, factor)
   scores = jnp.mean(by_kv_head(mass, keys.shape[1]), axis=2)
   if value_norm != "none":

@@ -12,6 +12,7 @@ from kvjax import clustering as proto
 from kvjax.activations import Activations
 from kvjax.cache.layers import LayerCache
 from kvjax.errors import InputError
+from kvjax.kernels.attention import AttentionOptions
 from kvjax.kernels.select import largest, slots_to_mask
 from kvjax.methods.base import LayerBudget, Method
 from kvjax.methods.heads import (
@@ -144,11 +145,14 @@ class ProtoKV(Method):
     index = jnp.arange(heads.positions.shape[1], dtype=jnp.int32)
     keys = jax.vmap(jax.random.fold_in, (None, 0))(key, index)
     token_scores = self._score_tokens(heads, cache, activations)
-    queries = self._queries(cache, activations)
-    per_head = jax.vmap(self._rank_head)
+    queries, sinks = self._queries(cache, activations), activations.sinks
+    if sinks is not None:
+      of_heads = sinks.astype(jnp.float32).reshape(len(keys), -1)
+      sinks = jnp.repeat(of_heads, self.window, axis=1)
+    rank = functools.partial(self._rank_head, activations.attention)
     # Rows share the random keys: none may depend on its place in the batch.
-    return jax.vmap(per_head, in_axes=(0, 0, 0, None))(
-      heads, token_scores, queries, keys
+    return jax.vmap(jax.vmap(rank), in_axes=(0, 0, 0, None, None))(
+      heads, token_scores, queries, sinks, keys
     )
 
   def select(
@@ -181,9 +185,11 @@ class ProtoKV(Method):
 
   def _rank_head(
     self,
+    options: AttentionOptions,
     head: Head,
     token_scores: Float[Array, " T"],
     queries: Float[Array, "Q D"],
+    sinks: Float[Array, " Q"] | None,
     rng: Array,
   ) -> Ranking:
     keys = head.keys
@@ -198,7 +204,9 @@ class ProtoKV(Method):
     centers, exists = self._centers(keys, prefix, dev, rng)
     cluster = proto.nearest(keys, centers, exists)
     if self.score == "attn_center":
-      scores = score_centers(queries, keys, cluster, prefix, len(centers))
+      scores = score_centers(
+        queries, keys, cluster, prefix, len(centers), options, sinks
+      )
     else:
       mean = self.score.endswith("mean")
       scores = score_clusters(token_scores, cluster, prefix, len(centers), mean)

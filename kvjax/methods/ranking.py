@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from kvjax.kernels.attention import AttentionOptions
 from kvjax.kernels.select import among_largest
 from kvjax.selection import finite
 from kvjax.struct import replace, struct
@@ -59,6 +60,8 @@ def score_centers(
   cluster: Int[Array, " T"],
   prefix: Bool[Array, " T"],
   count: int,
+  options: AttentionOptions,
+  sinks: Float[Array, " Q"] | None,
 ) -> Float[Array, " P"]:
   """Estimates the attention of a key of each cluster by the cluster's mean key.
 
@@ -72,6 +75,8 @@ def score_centers(
     cluster: cluster of every token.
     prefix: the tokens that count.
     count: P, number of clusters; empty ones get 0.
+    options: scale and softcap of the layer.
+    sinks: a logit for each query that joins its denominator.
   """
   # Tokens outside the prefix go to an extra segment, which is cut off.
   target = jnp.where(prefix, cluster, count)
@@ -79,9 +84,12 @@ def score_centers(
   ones = jnp.ones(cluster.shape, jnp.float32)
   sizes = jax.ops.segment_sum(ones, target, count + 1)[:-1]
   means = sums / jnp.maximum(sizes, 1.0)[:, None]
-  logits = queries @ means.T * queries.shape[-1] ** -0.5
+  logits = queries @ means.T * options.scale_of(queries.shape[-1])
+  logits = options.cap(logits)
   # Weighted by N_j, so that empty clusters add nothing.
   total = jax.nn.logsumexp(logits, axis=-1, b=sizes[None], keepdims=True)
+  if sinks is not None:
+    total = jnp.logaddexp(total, sinks[:, None])
   real = jnp.any(queries != 0, axis=-1, keepdims=True)
   return jnp.sum(
     jnp.exp(logits - total), axis=0, where=real & (sizes > 0)[None]

@@ -108,7 +108,12 @@ class RKV(ScoringMethod):
     real = (positions >= 0)[:, None, :, None]
     # Neither of the window nor of queries that the row does not have.
     counted = real & prefix[:, :, None]
-    weights = _softmax(jnp.max(logits, axis=2), counted)
+    sinks = activations.sinks
+    if sinks is not None:
+      # As those of keys, the highest logit of the group counts.
+      of_group = by_kv_head(sinks.astype(jnp.float32)[None], kv_heads)
+      sinks = jnp.max(of_group, axis=2)[..., None, None]
+    weights = _softmax(jnp.max(logits, axis=2), counted, sinks)
     count = jnp.maximum(jnp.sum(real.astype(jnp.float32), axis=2), 1.0)
     mean = jnp.sum(weights, axis=2) / count
     return pool(mean, prefix, self.kernel, "max")
@@ -186,10 +191,14 @@ def _float_keys(cache: LayerCache) -> Float[Array, "B K T D"]:
 
 
 def _softmax(
-  logits: Float[Array, "*B T"], counted: Bool[Array, "*B T"]
+  logits: Float[Array, "*B T"],
+  counted: Bool[Array, "*B T"],
+  sinks: Float[Array, "1 K 1 1"] | None = None,
 ) -> Float[Array, "*B T"]:
   """Softmax over some of the slots; 0 elsewhere."""
   logits = jnp.where(counted, logits, -jnp.inf)
   total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+  if sinks is not None:
+    total = jnp.logaddexp(total, sinks)
   # A row without any has a total of -inf.
   return jnp.where(counted, jnp.exp(logits - total), 0.0)

@@ -31,8 +31,8 @@ class Traits:
     renumbers: whether kept tokens are renumbered by their place in the cache.
     stochastic: whether the selection depends on a seed.
     positional: whether the selection depends on positions alone.
-    weighs: whether scores are weights that may be multiplied, such as
-      attention; none is below zero.
+    weighs: whether scores are weights of 0 or more that values have no part in,
+      such as attention.
     keeps_all: whether nothing is ever evicted.
     keeps_layers: layers that keep everything.
     reuse: number of consecutive layers that share the selection of the first.

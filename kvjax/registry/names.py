@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 from kvjax.allocation.base import Allocation
@@ -19,7 +20,7 @@ from kvjax.options.budgets import (
   Tokens,
 )
 from kvjax.options.schedules import WHOLE, Schedule
-from kvjax.registry.naming import make_named, unknown, with_options
+from kvjax.registry.naming import make_named, options_of, unknown, with_options
 from kvjax.registry.registry import METHODS, RETRIEVALS, Recipe, recipe_of
 from kvjax.registry.wrappers import WRAPPERS, wrap
 from kvjax.retrieval.base import Retrieval
@@ -56,14 +57,25 @@ def get_recipe(name: str) -> Recipe:
       )
   base, *options = last.split(":")
   recipe = recipe_of(make_named(base, METHODS))
+  # A prefix is put before the method as its options make it.
+  known = options_of(recipe)
+  own = [text for text in options if text.partition("=")[0] in known]
+  recipe = _with_options(base, recipe, own)
   label = base
   for text, name in zip(reversed(before), reversed(names), strict=True):
     recipe = wrap(text, recipe, label)
     label = f"{name}/{label}"
+  others = [text for text in options if text not in own]
+  recipe = _with_options(label, recipe, others)
+  inner = [name for name in names if WRAPPERS[name].method is not None]
+  _check_even("/".join([*inner, base]), recipe)
+  return recipe
+
+
+def _with_options(label: str, recipe: Recipe, options: Sequence[str]) -> Recipe:
+  """Changes options of a recipe, whose allocation follows its method's."""
   default = recipe.method.allocation
   changed: Recipe = with_options(label, recipe, options)
-  inner = [name for name in names if WRAPPERS[name].method is not None]
-  _check_even("/".join([*inner, base]), changed)
   return _refit(changed, default)
 
 

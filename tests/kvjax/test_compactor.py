@@ -12,6 +12,7 @@ import kvjax
 from kvjax.allocation import Sizes
 from kvjax.cache.layers import LayerCache
 from kvjax.errors import InputError
+from kvjax.kernels.attention import AttentionOptions
 from kvjax.methods import Compactor, LayerBudget
 from kvjax.methods.noncausal import noncausal_attention
 from kvjax.prompts import bucket_lengths
@@ -54,6 +55,7 @@ def test_attention_of_a_chunk_adds_up_to_its_queries(seen, chunk):
     values,
     cache.valid,
     chunk=chunk,
+    options=AttentionOptions(),
     scale="one",
     value_norm="none",
     width=1,

@@ -67,6 +67,22 @@ def test_dropkv_is_the_change_of_the_output_without_a_token(sinks):
     np.testing.assert_allclose(ours[row, :, :length], expected, rtol=2e-3)
 
 
+@pytest.mark.parametrize("sharpness", [10.0, 30.0])
+def test_dropkv_is_exact_for_tokens_with_nearly_all_of_the_attention(sharpness):
+  activations = all_activations(2, LENGTHS, PADDED)
+  activations = dataclasses.replace(
+    activations, queries=activations.queries * sharpness
+  )
+  method = DropKV(window=3, kernel=1, epsilon=0)
+  ours = np.asarray(scoring.evaluate(method, activations))
+  for row, length in enumerate(LENGTHS):
+    expected = changes(activations, row, length, 3)
+    largest = expected.max(axis=1, keepdims=True)
+    np.testing.assert_allclose(
+      ours[row, :, :length] / largest, expected / largest, atol=2e-3
+    )
+
+
 def test_dropkv_of_equal_values_is_0_and_its_average_divides_by_the_kernel():
   activations = all_activations(2, LENGTHS, PADDED)
   equal = dataclasses.replace(
@@ -154,12 +170,20 @@ def test_the_budgets_of_heads_are_those_of_the_inner_method():
 
 
 def test_scores_that_are_no_weights_are_refused():
-  with pytest.raises(InputError, match="attention or other weights"):
-    kvjax.get_plan("critical/keydiff", kvjax.Tokens(3))
+  values_count = "dropkv", "expected_attention", "noncausal", "cur"
+  for name in ("keydiff", *values_count):
+    with pytest.raises(InputError, match="no values are part of"):
+      kvjax.get_plan(f"critical/{name}", kvjax.Tokens(3))
+  for name in (
+    "expected_attention:value_norm=false",
+    "noncausal:value_norm=none",
+    "cur:leverage=key",
+  ):
+    kvjax.get_plan(f"critical/{name}", kvjax.Tokens(3))
   for name in ("ProtoKV", "Compactor"):
     with pytest.raises(InputError, match=f"final before .* {name} gives none"):
       kvjax.get_plan(f"critical/{name.lower()}", kvjax.Tokens(3))
-  with pytest.raises(InputError, match="attention or other weights"):
+  with pytest.raises(InputError, match="no values are part of"):
     Critical(SnapKV(keep="least"))
 
 
