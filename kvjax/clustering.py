@@ -47,7 +47,7 @@ def deviation(
   noise = _ROUNDING * jnp.max(jnp.abs(likeness), where=prefix, initial=0.0)
   centered = jnp.where(jnp.abs(centered) <= noise, 0.0, centered)
   spread = jnp.sqrt(jnp.sum(centered * centered) / size)
-  # The paper's outlier degree is low for outliers; here they come first.
+  # The note on ProtoKV has an outlier degree that is low for outliers.
   return -centered / jnp.maximum(spread, _EPSILON)
 
 
@@ -78,8 +78,8 @@ def _likeness(
     units = unit(part(padded))
     # Products are linear: one with the sum of the neighbors has all cosines.
     total = jnp.sum(units[reach : reach + tile] * near(units), axis=1)
-    # By the neighbors that exist: the paper's constant 2 kappa + 1 would make
-    # the keys at both ends look deviant.
+    # By the neighbors that exist: the constant 2 kappa + 1, as in the note on
+    # ProtoKV, would make the keys at both ends look deviant.
     return total / jnp.maximum(near(part(ones))[:, 0], 1.0)
 
   starts = jnp.arange(0, length, tile, dtype=jnp.int32)

@@ -216,6 +216,26 @@ def test_the_entry_point_is_where_ours_look():
   assert group in example.splitlines()
 
 
+def test_a_method_scores_by_attention():
+  """In blocks, too, although some of its queries are of the block before."""
+  ((_, code),) = blocks(section("Score by attention"))
+  names = {}
+  exec(code, names)
+  model = TinyModel(kvjax.Geometry.uniform(1, 4, 2, 8, 64))
+  prompts = kvjax.Prompts.of([list(range(24))])
+  for block in (None, 5):
+    plan = kvjax.Plan(
+      names["LastRead"](window=6),
+      kvjax.Tokens(10),
+      schedule=kvjax.Schedule(block=block),
+    )
+    cache, _ = kvjax.prefill(model, model.init(), prompts, plan)
+    kept = cache.layer(0).positions[0]
+    assert kept.shape[-1] >= 10
+    for head in kept.tolist():
+      assert {*range(18, 24)} <= {*head}
+
+
 def test_an_allocation_counts_by_layer():
   ((_, code),) = blocks(section("Spread a budget your own way"))
   names = {}

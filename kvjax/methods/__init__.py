@@ -20,6 +20,8 @@ from kvjax.methods.h2o import H2O as H2O
 from kvjax.methods.heads import Head as Head
 from kvjax.methods.heads import HeadwiseMethod as HeadwiseMethod
 from kvjax.methods.heads import window_mass as window_mass
+from kvjax.methods.heads import window_queries as window_queries
+from kvjax.methods.heads import window_weights as window_weights
 from kvjax.methods.key_norm import KeyL2Norm as KeyL2Norm
 from kvjax.methods.keydiff import KeyDiff as KeyDiff
 from kvjax.methods.kvzap import KVzap as KVzap
@@ -33,6 +35,8 @@ from kvjax.methods.rerotated import Rerotated as Rerotated
 from kvjax.methods.rkv import RKV as RKV
 from kvjax.methods.simlayer import SimLayer as SimLayer
 from kvjax.methods.snapkv import SnapKV as SnapKV
+from kvjax.methods.snapkv import pool as pool
+from kvjax.methods.snapkv import value_norms as value_norms
 from kvjax.methods.streaming import StreamingLLM as StreamingLLM
 from kvjax.methods.think import Think as Think
 from kvjax.methods.tova import Tova as Tova

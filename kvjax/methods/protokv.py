@@ -51,10 +51,12 @@ class ProtoKV(Method):
   combines the scores that the window's queries give its members. The first
   cluster that does not fit is cut by the scores of its members.
 
-  Source: ProtoKV, ICLR 2026 (OpenReview kXhPkDaFbJ). Its formulas say 500
-  prototypes for any prompt and raw inner products, which is the preset `paper`.
-  At 1,024 tokens that leaves no clusters to speak of, and raw products are
-  mostly negative, so that large clusters come last.
+  Source: ProtoKV, ICLR 2026 (OpenReview kXhPkDaFbJ), of which we have read only
+  a note, the public reviews and the authors' notebooks; ours are the sign of
+  the similarity, sigma, the rule of the bits, the cut, W and the sum over the
+  group. The note says 500 prototypes for any prompt and raw inner products,
+  which is the preset `paper`. At 1,024 tokens that leaves no clusters to speak
+  of, and raw products are mostly negative, so that large clusters come last.
 
   Attributes:
     window: W, number of last tokens, which are always kept.
@@ -195,7 +197,7 @@ class ProtoKV(Method):
     keys = head.keys
     prefix = head.valid & (age(head.valid) > self.window)
     dev = proto.deviation(keys, prefix, self.neighbors, self.include_self)
-    # `deviation` returns -Theta; the formula, read literally, ranks by Theta.
+    # `deviation` returns -Theta; the note, read literally, ranks by Theta.
     dev = dev if self.sign == "deviation" else -dev
     if self.clusters == "none":
       # One cluster of the whole prefix: its cut then ranks single tokens.

@@ -31,8 +31,8 @@ class SimLayer(ScoringMethod):
 
   Attributes:
     sinks: number of first tokens that are always kept.
-    recent: number of most recent tokens before the last queries that do not
-      make a layer lazy; with the last queries, as many less W are always kept.
+    recent: number of tokens before the last queries whose attention counts as
+      laziness; the last `recent` - W tokens of the prompt are always kept.
     window: W, number of last queries.
   """
 

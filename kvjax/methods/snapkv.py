@@ -41,8 +41,8 @@ class SnapKV(ScoringMethod):
     paper_postproc: first scale votes by |v_i| and pool with kernel 3, as
       Compactor's paper does for all attention scores.
     sinks: number of first tokens that are always kept.
-    keep: the prefix tokens with the "most" votes or, to measure what they are
-      worth, those with the "least".
+    keep: the prefix tokens with the "most" votes or, for ablations, those with
+      the "least".
     queries_at: whether queries stay at their "own" positions or are all moved
       to the "last" one, as kvpress does while decoding.
   """

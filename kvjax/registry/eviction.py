@@ -74,8 +74,8 @@ def _kvpress(method: Method, allocation: Allocation | None = None) -> Recipe:
 
 def register_methods() -> None:
   """Registers all of them; called once, when kvjax is imported."""
-  register("full", FullKV, summary="nothing is evicted")
-  register("random", Random, summary="chance")
+  register("full", FullKV, summary="full cache")
+  register("random", Random, summary="random eviction")
   register(
     "streaming",
     StreamingLLM,
@@ -195,6 +195,7 @@ def register_methods() -> None:
           last=4,
         )
       ),
+      # Padding queries add no attention, unlike in compactor-vllm.
       "vllm": Compactor(
         blend=0.5,
         sketch_dim=48,

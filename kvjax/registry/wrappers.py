@@ -61,10 +61,11 @@ WRAPPERS: Mapping[str, Wrapper] = {
     rounding="kvpress",
   ),
   "critical": Wrapper(
-    "values count by what they add to the output (CriticalKV)", method=Critical
+    "scores are weighted by the norm of the projected value (CriticalKV)",
+    method=Critical,
   ),
   "rerotate": Wrapper(
-    "kept tokens move to their places in the cache (KeyRerotationPress)",
+    "kept keys are re-rotated to consecutive positions (KeyRerotationPress)",
     method=Rerotated,
   ),
   "chunked": Wrapper(

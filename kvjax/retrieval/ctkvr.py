@@ -59,8 +59,9 @@ class CTkvr(Retrieval):
 
   Neighboring queries attend to similar keys. The last C queries q_c of the
   prompt become centroids, and each lists the rho keys that it attends to most:
-  maximum over the group's heads of softmax(q_c K^T / sqrt(D)), over all keys of
-  the prompt; resident keys are removed afterwards. A token
+  maximum over the group's heads of softmax(q_c K^T / sqrt(D)). The softmax is
+  over all keys of the prompt; resident ones are removed before or after the
+  list is cut to rho keys, as `mask` says. A token
 
   1. recalls the lists of the `probes` centroids with the highest cosine with
      its query, maximum over the group's heads, and removes duplicates;
@@ -76,7 +77,9 @@ class CTkvr(Retrieval):
   itself. Keys that are still resident are not recalled.
 
   Source: CTkvr, sections 4.1-4.3; the ring is its dynamic centroid update. The
-  paper does not say what happens to resident tokens in the long run.
+  paper does not say what happens to resident tokens in the long run. Ours are
+  the numbers of sinks and local tokens, 1 / sqrt(D), which matters only for the
+  maximum, and removing resident keys before lists are cut.
 
   Attributes:
     centroids: C; 0 means a sixteenth of the prompt, at most 2,048.
