@@ -52,19 +52,22 @@ class Programs(NamedTuple):
   """The interchangeable programs of one operation.
 
   A kernel raises NotImplementedError during tracing for inputs that it does
-  not support. XLA's program supports all inputs.
+  not support. XLA's program supports all inputs but empty ones, and gives
+  kernels their gradients.
 
   Attributes:
     xla: the program that runs everywhere.
     tpu: the kernel for TPUs.
     gpu: the kernel for GPUs.
     gpus: major compute capabilities of the GPUs that have its instructions.
+    differentiable: platforms whose kernel has gradients of its own.
   """
 
   xla: Callable[..., Any]
   tpu: Callable[..., Any]
   gpu: Callable[..., Any]
   gpus: range = HOPPER
+  differentiable: tuple[Platform, ...] = ()
 
   @property
   def operation(self) -> str:
@@ -72,14 +75,20 @@ class Programs(NamedTuple):
     return self.xla.__module__.rpartition(".")[0].rpartition(".")[2]
 
   @classmethod
-  def of(cls, xla: Callable[..., Any], gpus: range = HOPPER) -> "Programs":
+  def of(
+    cls,
+    xla: Callable[..., Any],
+    gpus: range = HOPPER,
+    differentiable: tuple[Platform, ...] = (),
+  ) -> "Programs":
     """Finds the kernels by the name of XLA's program.
 
     Those of `xla.select_xla` are `tpu.select_tpu` and `gpu.select_gpu`, in the
     modules of the same package. They are imported when they are first used:
     Pallas takes longer to import than the rest of kvjax.
     """
-    return cls(xla, _kernel(xla, "tpu"), _kernel(xla, "gpu"), gpus)
+    kernels = _kernel(xla, "tpu"), _kernel(xla, "gpu")
+    return cls(xla, *kernels, gpus, differentiable)
 
 
 def _kernel(xla: Callable[..., Any], platform: Platform) -> Callable[..., Any]:
@@ -200,12 +209,38 @@ def dispatch(
   try:
     if platform == "gpu":
       _check_gpu(programs.gpus)
-    return on_mesh(kernel, operands, spread, result)
+    program = functools.partial(
+      on_mesh, kernel, spread=tuple(spread), result=result
+    )
+    if platform not in programs.differentiable:
+      program = _with_gradient(program, run)
+    return program(operands)
   # Kernels decline while they are traced, so nothing has run yet.
   except NotImplementedError:
     if chosen == "pallas":
       raise
     return run(*operands)
+
+
+def _with_gradient(
+  program: Callable[..., Any], run: Callable[..., Any]
+) -> Callable[..., Any]:
+  """Gives a program without gradients those of an equal one.
+
+  Args:
+    program: the program, which takes operands only.
+    run: the equal program.
+  """
+  compute = jax.custom_vjp(program)
+
+  def forward(operands: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
+    return program(operands), operands
+
+  def backward(operands: Sequence[Any], cotangent: Any) -> tuple[Any]:
+    return (jax.vjp(run, *operands)[1](cotangent),)
+
+  compute.defvjp(forward, backward)
+  return compute
 
 
 def _check_gpu(gpus: range) -> None:

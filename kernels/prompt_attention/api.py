@@ -16,7 +16,9 @@ from kvjax.kernels.prompt_attention.neighbors import (
 from kvjax.kernels.prompt_attention.xla import prompt_attention_xla
 
 # cuDNN has it from Ampere on: A100, L4, H100, B200.
-_PROGRAMS = Programs.of(prompt_attention_xla, gpus=range(8, 100))
+_PROGRAMS = Programs.of(
+  prompt_attention_xla, gpus=range(8, 100), differentiable=("gpu",)
+)
 
 
 def prompt_attention(

@@ -108,6 +108,8 @@ def evaluate_layer(
     activations: activations of the prompt.
     scored: whether to compute scores; if not, the method only remembers.
   """
+  # Which tokens are kept has no gradient.
+  activations = jax.lax.stop_gradient(activations)
   cache, activations = _candidates(evaluation.per_query_head, activations)
   method, scores, after = evaluation.method, None, cache
   with jax.default_matmul_precision("highest"):
@@ -342,7 +344,10 @@ def evict_layer(
   """
   with blamed_on(plan.method):
     with jax.default_matmul_precision("highest"):
-      scores = plan.method.evaluate(layer, cache, activations)
+      # Which tokens are kept has no gradient.
+      scores = plan.method.evaluate(
+        layer, *jax.lax.stop_gradient((cache, activations))
+      )
     slots = plan.spread.select(plan.method, scores, cache, budget)
   kept = cache.take(slots[..., : budget.capacity])
   # The loops of prefill and decoding carry layers of one shape.

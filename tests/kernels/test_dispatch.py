@@ -7,11 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType
 
 from kvjax import kernels
 from kvjax.kernels.dispatch import Programs, dispatch, target_platform
+from kvjax.kernels.gather import compact
 from kvjax.kernels.prompt_attention import api as prompt_attention_api
+from kvjax.kernels.prompt_attention import prompt_attention
+from kvjax.kernels.sparse_decode import sparse_decode
 from kvjax.kernels.specs import named_specs
 
 
@@ -21,6 +25,46 @@ def declining(*_, **__):
 
 def adding(number):
   return lambda x, y, by: x + by * number + (0 if y is None else y)
+
+
+def drawn(seed, *shape):
+  return jnp.asarray(np.random.default_rng(seed).normal(size=shape), "float32")
+
+
+SLOTS = jnp.asarray([[[0, 3, 4, 40, -1], [7, 8, 9, 10, 63]]], jnp.int32)
+PLACES = jnp.arange(64, dtype=jnp.int32)[None]
+DIFFERENTIABLE = {
+  "prompt_attention": (
+    lambda q, k, v: [prompt_attention(q, k, v, PLACES)],
+    [drawn(0, 1, 4, 64, 64), *(drawn(seed, 1, 2, 64, 64) for seed in (1, 2))],
+  ),
+  "gather": (
+    lambda k, v: compact(
+      k, v, jnp.broadcast_to(PLACES, (1, 2, 64)), None, SLOTS
+    )[:2],
+    [drawn(1, 1, 2, 64, 64), drawn(2, 1, 2, 64, 64)],
+  ),
+  "sparse_decode": (
+    lambda q, k, v: sparse_decode(q, k, v, SLOTS),
+    [drawn(0, 1, 4, 64), drawn(1, 1, 2, 64, 64), drawn(2, 1, 2, 64, 64)],
+  ),
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENTIABLE)
+def test_kernels_have_the_gradients_of_xla(name):
+  operation, operands = DIFFERENTIABLE[name]
+
+  def total(*operands):
+    return sum(jnp.sum(jnp.sin(x)) for x in operation(*operands))
+
+  differentiate = jax.value_and_grad(total, argnums=range(len(operands)))
+  with kernels.use("xla"):
+    expected = differentiate(*operands)
+  with pltpu.force_tpu_interpret_mode(), kernels.use("pallas", "tpu"):
+    found = differentiate(*operands)
+  for one, other in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+    np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
 
 
 WILLING = Programs(adding(1), adding(10), adding(100))

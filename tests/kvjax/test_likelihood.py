@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax import kernels
 from kvjax.engine import likelihood, prompt_programs
 from kvjax.engine.feed import feed
 from kvjax.engine.forward import hidden_states
@@ -168,10 +169,13 @@ def test_mistakes_are_explained():
     answer_nll(cache)
 
 
-def test_answers_have_gradients_through_a_prefill():
+@pytest.mark.parametrize(
+  ("name", "tokens"), [("full", 64), ("snapkv:window=4", 10)]
+)
+def test_answers_have_gradients_through_a_prefill(name, tokens):
   """Within one program, by all weights at once, against a difference."""
   prompts = kvjax.Prompts.of(ROWS)
-  plan = kvjax.get_plan("full", kvjax.Tokens(64))
+  plan = kvjax.get_plan(name, kvjax.Tokens(tokens))
 
   def total(params):
     cache, _ = kvjax.prefill(MODEL, params, prompts, plan)
@@ -189,9 +193,36 @@ def test_answers_have_gradients_through_a_prefill():
       jax.tree.leaves(PARAMS), jax.tree.leaves(gradient), strict=True
     )
   )
-  step = 1e-3
+  step = 3e-4  # the same tokens are kept
   difference = total(moved(step)) - total(moved(-step))
   np.testing.assert_allclose(slope, difference / (2 * step), rtol=1e-2)
+
+
+@pytest.mark.parametrize(
+  ("platform", "name"),
+  [
+    *(
+      ("cpu", name)
+      for name in (
+        *("adakv", "chunkkv", "compactor", "criticalkv", "expected_attention"),
+        *("h2o", "lagkv", "noncausal", "protokv", "pyramidkv", "rkv", "tova"),
+      )
+    ),
+    *(("tpu", name) for name in ("full", "snapkv", "adakv", "compactor")),
+  ],
+)
+def test_every_method_leaves_gradients_of_what_is_kept(platform, name):
+  """Selection has none; kernels have those of XLA's programs."""
+  prompts = kvjax.Prompts.of([[*range(60)] * 2])
+  plan = kvjax.get_plan(name, kvjax.Tokens(50))
+
+  def total(params):
+    cache, _ = kvjax.prefill(MODEL, params, prompts, plan)
+    return answer_nll(cache, QUESTIONS[:1], ANSWERS[:1], params).sum()
+
+  with kernels.use(platform=platform):
+    shapes = jax.eval_shape(jax.grad(total), PARAMS)
+  assert jax.tree.structure(shapes) == jax.tree.structure(PARAMS)
 
 
 def test_a_traced_cache_leaves_other_checks_in_place():
