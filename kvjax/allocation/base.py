@@ -152,6 +152,16 @@ class Allocation(abc.ABC):
     """
     return False
 
+  def goes_on(self, earlier: "Allocation", *, same_budget: bool) -> bool:
+    """Whether it can evict while decoding from what another allocation left.
+
+    Args:
+      earlier: the allocation of the prompt.
+      same_budget: whether the prompt had the budget of these evictions.
+    """
+    del earlier, same_budget
+    return True
+
   def check_model(self, geometry: Geometry) -> None:
     """Refuses a model that the allocation's file is not for; by default none.
 

@@ -41,6 +41,10 @@ class LagLaw(Allocation):
     """True: a share of every partition."""
     return True
 
+  def goes_on(self, earlier: Allocation, *, same_budget: bool) -> bool:
+    """Only from the same law: what it has kept once has a fixed size."""
+    return same_budget and earlier == self
+
   def counts(
     self, budget: Budget, lengths: Int[np.ndarray, " n"], sizes: Sizes
   ) -> Int[np.ndarray, "L n"]:

@@ -267,6 +267,13 @@ class Plan:
       )
     elif self.per_query_head != later.per_query_head:
       reason = "both plans need the same per_query_head"
+    elif not self.method.traits.keeps_all and not later.spread.goes_on(
+      self.spread, same_budget=self.budget == later.budget
+    ):
+      reason = (
+        "it counts on what it kept itself, and evicts no token later; let the "
+        "same method with the same budget, or full, keep the prompt"
+      )
     elif self.method.traits.renumbers != later.method.traits.renumbers:
       reason = "either both methods renumber the kept tokens or neither does"
     if reason:

@@ -71,3 +71,41 @@ def test_lagkv_in_chunks_keeps_what_the_plain_prefill_keeps_of_layer_0():
   )
   for row in range(3):
     assert kept_positions(chunked, row)[0] == kept_positions(plain, row)[0]
+
+
+LATER = kvjax.get_plan(
+  "lagkv:sinks=2:lag=4", kvjax.Retention(0.25), kvjax.Schedule(every=4)
+)
+
+
+@pytest.mark.parametrize(
+  ("name", "share"), [("lagkv:sinks=2:lag=4", 0.5), ("keydiff", 0.25)]
+)
+def test_lagkv_does_not_go_on_from_what_others_kept(name, share):
+  """What it never evicts would leave no place for the newest tokens."""
+  with pytest.raises(kvjax.InputError, match="counts on what it kept itself"):
+    kvjax.get_plan(name, kvjax.Retention(share), decoding=LATER)
+
+
+@pytest.mark.parametrize(
+  ("name", "share"), [("lagkv:sinks=2:lag=4", 0.25), ("full", 1.0)]
+)
+def test_lagkv_keeps_the_newest_while_decoding(name, share):
+  plan = kvjax.get_plan(name, kvjax.Retention(share), decoding=LATER)
+  kept = []
+  for rows in (ROWS[1:2], [ROWS[1], ROWS[0]]):
+    prompts = kvjax.Prompts.of(rows)
+    cache, logits = kvjax.prefill(MODEL, PARAMS, prompts, plan)
+    cache = kvjax.generate(
+      MODEL,
+      PARAMS,
+      kvjax.reserve(cache, 24),
+      logits,
+      kvjax.Decoding(18),
+      keep=True,
+    ).cache
+    kept.append(kept_positions(cache, 0)[0][0])
+  alone, beside = kept
+  assert alone == beside
+  tokens = len(ROWS[1]) + 18
+  assert alone[-4:] == [*range(tokens - 4, tokens)]
