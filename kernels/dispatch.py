@@ -209,7 +209,7 @@ def dispatch(
   try:
     if platform == "gpu":
       _check_gpu(programs.gpus)
-    program = functools.partial(
+    program: Callable[..., Any] = functools.partial(
       on_mesh, kernel, spread=tuple(spread), result=result
     )
     if platform not in programs.differentiable:
@@ -259,7 +259,9 @@ def _check_gpu(gpus: range) -> None:
   if jax.default_backend() != "gpu":
     return
   capability = jax.devices()[0].compute_capability
-  if int(capability.partition(".")[0]) not in gpus:
+  major = capability.partition(".")[0]
+  # AMD's have names such as gfx942.
+  if not major.isdigit() or int(major) not in gpus:
     oldest = "at least " if len(gpus) > 1 else ""
     raise NotImplementedError(
       f"The kernel needs compute capability {oldest}{gpus[0]}; this GPU has "

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 # Room for turns grows by doubling, so that few sizes are compiled.
 _FIRST_ROOM = 512
-# What a decoder of bytes shows for the first half of a character.
-_INCOMPLETE = "\ufffd"
 
 
 class _Answer:
@@ -171,18 +169,19 @@ class Chat:
 
   def _pieces(self, answer: _Answer) -> Iterator[str]:
     """Decodes tokens as they come, or have come while others were asked for."""
-    shown, read = "", 0
+    shown, read = 0, 0
+    decode = self._lm.text.decode_stream()
     while len(answer.ids) > read or answer.more():
+      text = decode(answer.ids[read])
       read += 1
-      text = self._lm.text.decode(answer.ids[:read])
-      if not text.endswith(_INCOMPLETE):
-        yield text[len(shown) :]
-        shown = text
+      shown += len(text)
+      yield text
     if answer.error is not None:
       raise answer.error
     if answer is self._pending:
       self._finish()
-    yield self._lm.text.decode(answer.ids)[len(shown) :]
+    # A last character may have remained incomplete.
+    yield self._lm.text.decode(answer.ids)[shown:]
 
   def _finish(self) -> None:
     """Waits for the last answer, read or not, and takes over its cache.

@@ -11,6 +11,8 @@ from kvjax.models.families import FAMILIES, Family
 from kvjax.models.features import find_features, text_fields
 from kvjax.models.fields import ConfigError, Fields, format_value
 from kvjax.models.layer_fields import (
+  FULL,
+  SLIDING,
   read_experts,
   read_kinds,
   write_experts,
@@ -283,9 +285,15 @@ class DecoderConfig:
 
   def _ropes_to_hf(self) -> dict[str, Any]:
     """The fields that `read_ropes` reads."""
-    fields = self.rope.to_hf()
-    if self.family.rope == "local" and self.local_rope is not None:
-      fields["rope_local_base_freq"] = self.local_rope.theta
+    fields, local = self.rope.to_hf(), self.local_rope
+    of_layers = self.family.rope in ("local", "unscaled")
+    if of_layers and local is not None:
+      # The older fields say no more than the base, or imply that it is equal.
+      if local.kind == "default" and self.family.rope == "local":
+        fields["rope_local_base_freq"] = local.theta
+      elif (local.kind, local.theta) != ("default", self.rope.theta):
+        both = {FULL: self.rope.parameters(), SLIDING: local.parameters()}
+        fields = {"rope_parameters": both}
     if self.family.partial:
       fields["partial_rotary_factor"] = self.rope.dim / self.head_dim
       fields["original_max_position_embeddings"] = self.rope.original_context

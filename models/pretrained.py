@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 
 from kvjax import files
 from kvjax.cache.sharding import check_mesh
@@ -130,7 +131,7 @@ class Pretrained:
 
 def load(
   model: str | os.PathLike[str],
-  dtype: str | None = None,
+  dtype: DTypeLike | None = None,
   mesh: jax.sharding.Mesh | None = None,
 ) -> Pretrained:
   """Loads a model, its generation defaults, and its tokenizer if it has one.
@@ -166,7 +167,7 @@ def load(
 
 def load_decoder(
   model: str | os.PathLike[str],
-  dtype: str | None = None,
+  dtype: DTypeLike | None = None,
   mesh: jax.sharding.Mesh | None = None,
 ) -> tuple[DecoderModel, nnx.State]:
   """Loads a model's functions and weights only; arguments as for `load`.
@@ -206,7 +207,8 @@ def save(
       weights; it can be loaded under any mesh.
 
   Raises:
-    InputError: a file cannot be written, or there is no such format.
+    InputError: a file cannot be written, there is no such format, or the model
+      has adapters.
 
   Examples:
     >>> import tempfile
@@ -222,6 +224,12 @@ def save(
     raise InputError(
       f"There is no format {format!r} of weights; formats are "
       f"{', '.join(FORMATS)}."
+    )
+  adapters, _ = nnx.split_state(pretrained.params, nnx.LoRAParam, ...)
+  if adapters:
+    raise InputError(
+      "The model has adapters, which no format of weights has; merge them "
+      "first (kvjax.models.lora.merge_adapters)."
     )
   directory = pathlib.Path(directory)
   try:
@@ -314,15 +322,28 @@ def _remove(path: pathlib.Path) -> None:
     path.unlink(missing_ok=True)
 
 
+def name_dtype(dtype: DTypeLike) -> str:
+  """Returns the name of a dtype of `DTYPES`.
+
+  Raises:
+    InputError: it is another dtype, or none.
+  """
+  try:
+    name = jnp.dtype(dtype).name
+  except TypeError:
+    name = str(dtype)
+  if name not in DTYPES:
+    raise InputError(f"dtype {name!r} is not one of {', '.join(DTYPES)}.")
+  return name
+
+
 def _read_decoder(
   source: Source,
   config: DecoderConfig,
-  dtype: str | None,
+  dtype: DTypeLike | None,
   mesh: jax.sharding.Mesh | None,
 ) -> tuple[DecoderModel, nnx.State]:
-  dtype = source.dtype if dtype is None else dtype
-  if dtype not in DTYPES:
-    raise InputError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}.")
+  dtype = name_dtype(source.dtype if dtype is None else dtype)
   model, template = from_decoder(
     nnx.eval_shape(
       lambda: Decoder(config, dtype=jnp.dtype(dtype), rngs=nnx.Rngs(0))

@@ -43,6 +43,11 @@ class Rope:
     scaling = {"rope_type": self.kind, **dict(self.scaling)}
     return {"rope_theta": self.theta, "rope_scaling": scaling}
 
+  def parameters(self) -> dict[str, Any]:
+    """Returns the same as one object of transformers' `rope_parameters`."""
+    kind = {"rope_type": self.kind, "rope_theta": self.theta}
+    return kind | dict(self.scaling)
+
   def max_context(self, max_positions: int) -> int:
     """Maximum context length with scaling."""
     if self.kind in ("default", "llama3", "longrope"):

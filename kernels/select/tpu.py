@@ -27,9 +27,11 @@ def largest_tpu(
   """Computes `kvjax.kernels.select.largest`.
 
   Raises:
-    NotImplementedError: there are more than 131,072 scores in a row.
+    NotImplementedError: there are more than 131,072 scores in a row, or none.
   """
   slots = scores.shape[-1]
+  if not scores.size or not size:
+    raise NotImplementedError("There is nothing to select.")
   if slots > _MAX_SLOTS:
     raise NotImplementedError(
       f"{_ROWS} rows of more than {_MAX_SLOTS:,} scores do not fit into VMEM."

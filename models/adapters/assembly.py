@@ -6,13 +6,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 
 from kvjax.errors import InputError
 from kvjax.models.adapters.parameters import Stored
 from kvjax.models.config import DecoderConfig
 from kvjax.models.decoder import Decoder
 from kvjax.models.language_model import from_decoder
-from kvjax.models.pretrained import DTYPES, Pretrained
+from kvjax.models.pretrained import Pretrained, name_dtype
 from kvjax.models.sharding import LOGICAL_AXES, param_shardings
 from kvjax.models.tokenizer import Tokenizer
 
@@ -24,7 +25,7 @@ Find = Callable[[str, Sequence[int]], Stored]
 def assemble(
   config: DecoderConfig,
   find: Find,
-  dtype: str | None = None,
+  dtype: DTypeLike | None = None,
   mesh: jax.sharding.Mesh | None = None,
   tokenizer: Tokenizer | None = None,
 ) -> Pretrained:
@@ -47,8 +48,7 @@ def assemble(
   """
   if dtype is None:
     dtype = jnp.result_type(find("embed_tokens.embedding", ())).name
-  if dtype not in DTYPES:
-    raise InputError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}.")
+  dtype = name_dtype(dtype)
   model, template = from_decoder(
     nnx.eval_shape(
       lambda: Decoder(config, dtype=jnp.dtype(dtype), rngs=nnx.Rngs(0))

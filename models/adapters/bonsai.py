@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 
 from kvjax.errors import InputError
 from kvjax.models.adapters.assembly import assemble
@@ -25,7 +26,7 @@ def from_bonsai(
   model: nnx.Module,
   *,
   max_positions: int = 40_960,
-  dtype: str | None = None,
+  dtype: DTypeLike | None = None,
   mesh: jax.sharding.Mesh | None = None,
   tokenizer: Tokenizer | None = None,
 ) -> Pretrained:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from kvjax.errors import InputError
@@ -36,7 +37,7 @@ def from_gemma(
   model: Any,
   params: PyTree,
   *,
-  dtype: str | None = None,
+  dtype: DTypeLike | None = None,
   mesh: jax.sharding.Mesh | None = None,
   tokenizer: Tokenizer | None = None,
 ) -> Pretrained:

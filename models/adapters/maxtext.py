@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from kvjax.errors import InputError
@@ -23,7 +24,7 @@ def from_maxtext(
   config: DecoderConfig,
   *,
   scan_axis: int = 1,
-  dtype: str | None = None,
+  dtype: DTypeLike | None = None,
   mesh: jax.sharding.Mesh | None = None,
   tokenizer: Tokenizer | None = None,
 ) -> Pretrained:

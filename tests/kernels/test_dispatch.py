@@ -177,6 +177,7 @@ def test_where_a_kernel_declines_xla_serves_unless_pallas_was_asked(platform):
     ("8.9", 2, 200),
     ("9.0", 200, 200),
     ("10.0", 2, 200),
+    ("gfx942", 2, 2),
   ],
 )
 def test_kernels_for_one_kind_of_gpu_decline_another(

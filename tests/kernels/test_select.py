@@ -220,3 +220,10 @@ def test_a_second_eager_call_compiles_nothing(call):
   finally:
     jax.monitoring.unregister_event_duration_listener(listen)
   assert not compiled
+
+
+@pytest.mark.parametrize(("rows", "slots", "size"), [(0, 8, 4), (2, 8, 0)])
+def test_nothing_is_selected_from_nothing(rows, slots, size):
+  scores, counts = jnp.ones((rows, slots)), jnp.zeros(rows, jnp.int32)
+  with pltpu.force_tpu_interpret_mode(), kernels.use(platform="tpu"):
+    assert largest(scores, counts, size).shape == (rows, size)

@@ -33,6 +33,24 @@ from kvjax.models.config import DecoderConfig
       128,
     ),
     ({"model_type": "mistral", "sliding_window": None}, 128),
+    *(
+      (
+        {
+          "model_type": kind,
+          "sliding_window": 64,
+          "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 5e5},
+            "sliding_attention": local,
+          },
+        },
+        128,
+      )
+      for kind in ("gemma3_text", "olmo3")
+      for local in (
+        {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4},
+        {"rope_type": "default", "rope_theta": 3e4},
+      )
+    ),
     (
       {
         "model_type": "qwen2",

@@ -21,6 +21,7 @@ from kvjax.engine.sampling import GREEDY, Sampling
 from kvjax.errors import InputError
 from kvjax.models import tensor_files
 from kvjax.models.language_model import from_decoder
+from kvjax.models.lora import add_adapters
 from kvjax.models.pretrained import Pretrained, load, load_decoder, save
 from kvjax.models.tokenizer import Tokenizer
 from kvjax.models.weights import write_weights
@@ -453,6 +454,26 @@ def test_a_model_needs_no_tokenizer(directory, tmp_path):
 def test_only_the_two_dtypes_are_offered():
   with pytest.raises(InputError, match="'float16' is not one of bfloat16, fl"):
     load_decoder(GOLDEN / "llama3", "float16")
+  with pytest.raises(InputError, match="'half a float' is not one of"):
+    load_decoder(GOLDEN / "llama3", "half a float")
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, np.dtype("f4")])
+def test_dtypes_may_be_those_of_arrays(dtype):
+  model, params = load_decoder(GOLDEN / "llama3", dtype)
+  assert model == load_decoder(GOLDEN / "llama3", "float32")[0]
+  assert {x.dtype for x in jax.tree.leaves(params)} == {np.dtype("float32")}
+
+
+@pytest.mark.parametrize("format", ["safetensors", "orbax"])
+def test_adapters_are_to_be_merged_first(tmp_path, format):
+  lm = load(GOLDEN / "llama3", "float32")
+  save(lm, tmp_path / "saved")
+  model, params = add_adapters(lm.model, lm.params, 2, ["q"])
+  adapted = dataclasses.replace(lm, model=model, params=params)
+  with pytest.raises(InputError, match="merge them first"):
+    save(adapted, tmp_path / "saved", format=format)
+  assert load(tmp_path / "saved", "float32").model == lm.model
 
 
 def test_transposed_kernels_are_written_as_they_are_meant(tmp_path):
