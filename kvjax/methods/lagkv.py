@@ -246,6 +246,8 @@ class LagKV(Method):
     """What tokens compete by: their scores, or their ranks as floats."""
     if self.cross_scoring:
       return scores
+    # Stable, so that of equal tokens the earlier one is the better.
+    from_best = jnp.argsort(scores, axis=-1, descending=True)
     # The second sort inverts the first: ranks, 0 for the lowest score.
-    ranks = jnp.argsort(jnp.argsort(scores, axis=-1), axis=-1)
-    return ranks.astype(jnp.float32)
+    places = jnp.argsort(from_best, axis=-1)
+    return (scores.shape[-1] - 1 - places).astype(jnp.float32)
