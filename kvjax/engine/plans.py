@@ -171,10 +171,16 @@ class Plan:
   def _check_kinds(method: Any, budget: Any) -> None:
     """Checks types, for callers without a static type checker."""
     if not isinstance(method, Method):
-      raise InputError(
-        "A plan's method is one that kvjax.get_method has made; "
+      reason = (
         f"{method!r} is no such method: kvjax.get_plan takes names, those of "
-        "retrieval methods too."
+        "retrieval methods too"
+      )
+      if isinstance(method, type) and issubclass(method, Method):
+        name = method.__name__
+        reason = f"{name} is a class: write {name}()"
+      raise InputError(
+        "A plan's method is a kvjax.methods.Method, such as "
+        f"kvjax.get_method('keydiff'); {reason}."
       )
     if not isinstance(method.traits, Traits):
       raise InputError(
