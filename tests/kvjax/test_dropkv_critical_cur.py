@@ -156,9 +156,9 @@ def test_the_budgets_of_heads_are_those_of_the_inner_method():
 def test_scores_that_are_no_weights_are_refused():
   with pytest.raises(InputError, match="attention or other weights"):
     kvjax.get_plan("critical/keydiff", kvjax.Tokens(3))
-  for name in ("ProtoKV", "Compactor"):
+  for name in ("protokv", "compactor", "finch"):
     with pytest.raises(InputError, match=f"final before .* {name} gives none"):
-      kvjax.get_plan(f"critical/{name.lower()}", kvjax.Tokens(3))
+      kvjax.get_plan(f"critical/{name}", kvjax.Tokens(3))
   with pytest.raises(InputError, match="attention or other weights"):
     Critical(SnapKV(keep="least"))
 
