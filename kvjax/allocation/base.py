@@ -254,16 +254,20 @@ class Allocation(abc.ABC):
     del window
     return new if self == old else self
 
-  def check_recursive(self, budget: Budget) -> None:
+  def check_recursive(self, budget: Budget, name: str) -> None:
     """Refuses a budget that cannot be kept to by repeated evictions.
+
+    Args:
+      budget: the budget.
+      name: what users call the method and this allocation, for messages.
 
     Raises:
       InputError: the allocation is not defined for it, as most are not.
     """
     del budget
     raise InputError(
-      f"{type(self).__name__} cannot spread a budget block by block or while "
-      "decoding: it shares it out once, when the prompt is known."
+      f"{name} cannot spread a budget block by block or while decoding: it "
+      "shares it out once, when the prompt is known."
     )
 
   def check_protected(
@@ -319,6 +323,6 @@ class Uniform(Allocation):
     """The budget of the longest row."""
     return np.full(sizes.layers, budget.num_kept(padded), np.int32)
 
-  def check_recursive(self, budget: Budget) -> None:
+  def check_recursive(self, budget: Budget, name: str) -> None:
     """Accepts every budget."""
-    del budget
+    del budget, name

@@ -83,20 +83,24 @@ class LagLaw(Allocation):
     del budget
     return jnp.any(Partitions.of(cache, self.sinks, self.lag).num_complete > 1)
 
-  def check_recursive(self, budget: Budget) -> None:
+  def check_recursive(self, budget: Budget, name: str) -> None:
     """Refuses a budget in tokens, or of the row.
+
+    Args:
+      budget: the budget.
+      name: what users call the method, for messages.
 
     Raises:
       InputError: the budget is no retention of the partitions.
     """
     if self.of_row:
       raise InputError(
-        "LagKV keeps a share of every partition, however many there will be: "
+        f"{name} keeps a share of every partition, however many there will be: "
         "retention_of=partition."
       )
     if not isinstance(budget, Retention):
       raise InputError(
-        "LagKV keeps a share of every partition, however many there will be: "
+        f"{name} keeps a share of every partition, however many there will be: "
         f"give a retention in place of {budget}, or choose mode=kvpress, "
         "which keeps exactly so many."
       )

@@ -72,8 +72,8 @@ def describe(value: Any, path: str, arrays: Arrays) -> Any:
   if value is None or isinstance(value, (bool, int, float, str)):
     return value
   raise InputError(
-    f"A {type(value).__name__} cannot be saved; a cache holds layers, budgets "
-    "and registered methods (see kvjax.register)."
+    f"A value of class {type(value).__name__} cannot be saved; a cache holds "
+    "layers, budgets and registered methods (see kvjax.register)."
   )
 
 

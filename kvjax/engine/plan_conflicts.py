@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 from kvjax.errors import InputError, InputWarning
 from kvjax.methods.base import Method
+from kvjax.names import name_of
 from kvjax.options.budgets import Threshold
 
 # Warnings name the user's line; the constructors of dataclasses have no file.
@@ -28,8 +29,8 @@ def check_channels(method: Method, parts: Mapping[str, bool]) -> None:
   found = [what for what, given in parts.items() if given]
   if method.traits.channels is not None and found:
     raise InputError(
-      f"{type(method).__name__} drops channels of the kept keys of each layer, "
-      "once the layer has read the prompt; it cannot work with "
+      f"{name_of(method)} drops channels of the kept keys of each layer, once "
+      "the layer has read the prompt; it cannot work with "
       f"{' and '.join(found)}."
     )
 

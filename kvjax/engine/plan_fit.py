@@ -10,6 +10,7 @@ from kvjax.engine.plans import Plan
 from kvjax.engine.rerotation import check_rotary
 from kvjax.errors import InputError, InputWarning
 from kvjax.model import Geometry, Model
+from kvjax.names import name_of
 from kvjax.prompts import Prompts
 
 
@@ -41,9 +42,8 @@ def check_plan(model: Model, plan: Plan) -> None:
     # equally many.
     if compressed[layer] and heads.setdefault(source, own) != own:
       raise InputError(
-        f"{type(plan.method).__name__} uses the selection of layer {source} in "
-        f"layer {layer}, which has another number of heads; give each layer "
-        "its own."
+        f"{plan.name} uses the selection of layer {source} in layer {layer}, "
+        "which has another number of heads; give each layer its own."
       )
 
 
@@ -59,7 +59,7 @@ def _check_named_layers(plan: Plan, geometry: Geometry) -> None:
   for method, layers in named:
     if max(layers, default=0) > last:
       raise InputError(
-        f"{type(method).__name__} leaves layer {max(layers)} whole, and this "
+        f"{name_of(method)} leaves layer {max(layers)} whole, and this "
         f"model's last layer is {last}; name other layers."
       )
 
@@ -71,8 +71,8 @@ def warn_without_request(plans: Iterable[Plan], prompts: Prompts) -> None:
   for plan in plans:
     if plan.method.traits.replay is not None:
       warnings.warn(
-        f"{type(plan.method).__name__} asks the model to repeat the prompt, "
-        "and these prompts do not say how; give kvjax.Prompts "
+        f"{plan.name} asks the model to repeat the prompt, and these prompts "
+        "do not say how; give kvjax.Prompts "
         "repeat_request=kvjax.RepeatRequest.of(lm.tokenizer).",
         InputWarning,
         skip_file_prefixes=OWN_FRAMES,
@@ -132,7 +132,7 @@ def _warn_of_windows(plan: Plan, geometry: Geometry) -> None:
   if not any(spec.compressible for spec in geometry.layers):
     warnings.warn(
       f"All layers of this model have a window, which methods leave alone: "
-      f"{type(plan.method).__name__} compresses nothing.",
+      f"{plan.name} compresses nothing.",
       InputWarning,
       skip_file_prefixes=OWN_FRAMES,
     )

@@ -12,6 +12,7 @@ from kvjax.engine.plan_conflicts import check_channels, warn_of_threshold
 from kvjax.errors import InputError
 from kvjax.methods.base import Method
 from kvjax.methods.traits import Traits
+from kvjax.names import name_of
 from kvjax.options.budgets import Budget, PerLayer, Retention, Threshold, Tokens
 from kvjax.options.schedules import WHOLE, Schedule
 from kvjax.retrieval.sparse_attention import SparseAttention
@@ -77,7 +78,7 @@ class Plan:
     elif not self.schedule.is_whole_prompt:
       self._check_schedule()
     if self.sparse is not None:
-      self._check_sparse(type(self.sparse.retrieval).__name__)
+      self._check_sparse(name_of(self.sparse.retrieval))
     if self.kv_dtype is not None:
       self._check_kv_dtype(self.kv_dtype)
     if self.decoding is not None:
@@ -111,6 +112,14 @@ class Plan:
     if self.schedule.every is not None:
       return self
     return self.decoding
+
+  @property
+  def name(self) -> str:
+    """What `kvjax.get_plan` calls the method and its allocation.
+
+    It has no options.
+    """
+    return name_of(self.method, self.allocation)
 
   @property
   def prompt_label(self) -> str:
@@ -171,10 +180,16 @@ class Plan:
   def _check_kinds(method: Any, budget: Any) -> None:
     """Checks types, for callers without a static type checker."""
     if not isinstance(method, Method):
-      raise InputError(
-        "A plan's method is one that kvjax.get_method has made; "
+      reason = (
         f"{method!r} is no such method: kvjax.get_plan takes names, those of "
-        "retrieval methods too."
+        "retrieval methods too"
+      )
+      if isinstance(method, type) and issubclass(method, Method):
+        name = method.__name__
+        reason = f"{name} is a class: write {name}()"
+      raise InputError(
+        "A plan's method is a kvjax.methods.Method, such as "
+        f"kvjax.get_method('keydiff'); {reason}."
       )
     if not isinstance(method.traits, Traits):
       raise InputError(
@@ -204,7 +219,7 @@ class Plan:
         )
 
   def _check_allocation(self, allocation: Allocation) -> None:
-    name, traits = type(self.method).__name__, self.method.traits
+    name, traits = name_of(self.method), self.method.traits
     if traits.even:
       raise InputError(
         f"The budget of {name} cannot be spread unevenly over layers or heads: "
@@ -213,9 +228,9 @@ class Plan:
     joint = self.method.allocation.ragged and not allocation.ragged
     if joint and self.method.votes is not self.method:
       raise InputError(
-        f"The heads of {name} share a budget as its options say; "
-        f"{type(allocation).__name__} gives each its own: change the options, "
-        "or leave out the allocation."
+        f"The heads of {name} share a budget as its options say; this "
+        "allocation gives each its own: change the options, or leave out the "
+        "allocation."
       )
     # A method whose own allocation is ragged knows how to share without votes.
     shares = allocation.ragged and not self.method.allocation.ragged
@@ -230,20 +245,17 @@ class Plan:
         f"{name} does not score slots."
       )
     if not self.schedule.is_whole_prompt and isinstance(self.budget, Budget):
-      allocation.check_recursive(self.budget)
+      allocation.check_recursive(self.budget, self.name)
 
   def _check_per_layer(self) -> None:
-    name, traits = type(self.method).__name__, self.method.traits
-    reason = traits.even
+    reason = self.method.traits.even
     if self.spread.spreads_layers:
-      reason = (
-        f"{type(self.spread).__name__} spreads one over the layers itself"
-      )
+      reason = "it spreads one over the layers itself"
     if not self.schedule.is_whole_prompt:
       reason = "block by block and while decoding, all layers have the same"
     if reason:
       raise InputError(
-        f"{name} cannot have a budget for each layer: {reason}; give one "
+        f"{self.name} cannot have a budget for each layer: {reason}; give one "
         "budget for all layers."
       )
 
@@ -257,8 +269,8 @@ class Plan:
       reason = "its schedule is kvjax.Schedule(every=...), and no blocks"
     elif self.spread.ragged:
       reason = (
-        f"the heads of {type(self.allocation or self.method).__name__} keep "
-        "different numbers of tokens, which cannot be evicted from again"
+        f"the heads of {self.name} keep different numbers of tokens, which "
+        "cannot be evicted from again"
       )
     elif self.sparse is not None or self.kv_dtype is not None:
       reason = (
@@ -278,25 +290,25 @@ class Plan:
       reason = "either both methods renumber the kept tokens or neither does"
     if reason:
       raise InputError(
-        f"{type(later.method).__name__} cannot evict while decoding what "
-        f"{type(self.method).__name__} kept of the prompt: {reason}."
+        f"{later.name} cannot evict while decoding what {self.name} kept of "
+        f"the prompt: {reason}."
       )
 
   def _check_schedule(self) -> None:
     traits = self.method.traits
     if traits.whole_prompts_only:
       raise InputError(
-        f"{type(self.method).__name__} cannot evict block by block or while "
-        f"decoding: {traits.whole_prompts_only}."
+        f"{self.name} cannot evict block by block or while decoding: "
+        f"{traits.whole_prompts_only}."
       )
     # What the model can do at any time is not lost with a block.
     lost = sorted(traits.activations - {"rerotate"})
     if lost:
       raise InputError(
-        f"{type(self.method).__name__} cannot evict block by block or while "
-        f"decoding: it reads {', '.join(lost)}, which no cache stores."
+        f"{self.name} cannot evict block by block or while decoding: it reads "
+        f"{', '.join(lost)}, which no cache stores."
       )
-    self.spread.check_recursive(self.fixed_budget)
+    self.spread.check_recursive(self.fixed_budget, self.name)
     if self.schedule.every is not None and isinstance(self.budget, Tokens):
       self._check_target(self.budget.count)
 
@@ -314,9 +326,9 @@ class Plan:
         if number
       ]
       raise InputError(
-        f"{type(self.method).__name__} always keeps {' and '.join(parts)} "
-        f"tokens; evict to {least} tokens or more while decoding, not {count}, "
-        "or set its options lower."
+        f"{self.name} always keeps {' and '.join(parts)} tokens; evict to "
+        f"{least} tokens or more while decoding, not {count}, or set its "
+        "options lower."
       )
 
   def _check_calibrated(self, budget: Calibrated) -> None:
@@ -329,12 +341,12 @@ class Plan:
     if self.sparse is not None:
       raise InputError(
         "A calibrated retention is known when the whole prompt has been read, "
-        f"which is after {type(self.sparse.retrieval).__name__} has indexed "
-        "it; give a fixed budget."
+        f"which is after {name_of(self.sparse.retrieval)} has indexed it; "
+        "give a fixed budget."
       )
 
   def _check_threshold(self, threshold: Threshold) -> None:
-    name, bounds = type(self.method).__name__, self.method.traits.score_range
+    bounds = self.method.traits.score_range
     reason = ""
     if bounds is None or self.method.votes is not self.method:
       reason = (
@@ -343,8 +355,8 @@ class Plan:
       )
     elif self.allocation is not None:
       reason = (
-        f"{type(self.allocation).__name__} spreads a budget over heads, and a "
-        "threshold says what each head keeps; leave out one of the two"
+        "its allocation spreads a budget over heads, and a threshold says "
+        "what each head keeps; leave out one of the two"
       )
     elif not self.schedule.is_whole_prompt:
       reason = (
@@ -352,9 +364,9 @@ class Plan:
         f"{self.schedule}"
       )
     if reason:
-      raise InputError(f"{name} cannot have a threshold: {reason}.")
+      raise InputError(f"{self.name} cannot have a threshold: {reason}.")
     assert bounds is not None
-    warn_of_threshold(name, bounds, threshold)
+    warn_of_threshold(self.name, bounds, threshold)
 
   def _check_sparse(self, name: str) -> None:
     if not self.schedule.is_whole_prompt:
@@ -362,16 +374,15 @@ class Plan:
         f"{name} indexes a whole prompt once; it cannot work with "
         f"{self.schedule}."
       )
-    kept = type(self.method).__name__
+    kept = self.name
     if self.method.traits.replay is not None:
       raise InputError(
         f"{name} indexes a prompt by its queries, which {kept} does not keep "
         "until it has replayed the prompt; give it a cache of another method."
       )
     if self.spread.ragged:
-      shared = type(self.allocation or self.method).__name__
       raise InputError(
-        f"{name} indexes heads that keep as many tokens; those of {shared} do "
+        f"{name} indexes heads that keep as many tokens; those of {kept} do "
         "not."
       )
     if self.method.traits.renumbers:
@@ -392,7 +403,7 @@ class Plan:
         "leave out one of the two."
       )
     if self.sparse is not None:
-      name = type(self.sparse.retrieval).__name__
+      name = name_of(self.sparse.retrieval)
       raise InputError(
         f"{name} retrieves keys as they were computed; it cannot work with "
         f"keys in {kv_dtype}, so leave out one of the two."

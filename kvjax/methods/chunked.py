@@ -14,6 +14,7 @@ from kvjax.kernels.select import slots_to_mask
 from kvjax.methods.base import LayerBudget, Method
 from kvjax.methods.traits import Traits
 from kvjax.model import Geometry
+from kvjax.names import name_of
 from kvjax.options.bounds import check_least
 from kvjax.selection import mask_to_slots
 
@@ -46,16 +47,16 @@ class Chunked(Method):
     if allocation.ragged:
       raise InputError(
         "Every head keeps the same share of each chunk; those of "
-        f"{type(self.over).__name__} share a budget."
+        f"{name_of(self.over)} share a budget."
       )
     if allocation.prescribes:
       raise InputError(
-        f"{type(self.over).__name__} keeps its own share of the parts of a "
+        f"{name_of(self.over)} keeps its own share of the parts of a "
         "prompt, not what a chunk may keep; use it without chunked/."
       )
     if "rerotate" in self.over.traits.activations:
       raise InputError(
-        f"{type(self.over).__name__} moves queries by their positions in the "
+        f"{name_of(self.over)} moves queries by their positions in the "
         "prompt, and those of a chunk are numbered from 0; use it without "
         "chunked/."
       )

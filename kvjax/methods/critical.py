@@ -14,6 +14,7 @@ from kvjax.kernels.select import slots_to_mask
 from kvjax.methods.base import LayerBudget, Method, ScoringMethod
 from kvjax.methods.traits import Traits
 from kvjax.model import Geometry
+from kvjax.names import name_of
 from kvjax.options.bounds import check_least, check_share
 from kvjax.selection import finite, floor_share, top_slots
 
@@ -62,7 +63,7 @@ class Critical(Method):
     super().__post_init__()
     check_least(self, epsilon=0)
     check_share(self, "first_stage")
-    name = type(self.over).__name__
+    name = name_of(self.over)
     if not isinstance(self.over, ScoringMethod):
       raise InputError(
         "critical/ multiplies scores of tokens that are final before the "

@@ -17,7 +17,7 @@ from kvjax.kernels.select import among_largest
 from kvjax.methods.base import Allocation, LayerBudget, Method
 from kvjax.methods.heads import Head, heads_of
 from kvjax.methods.traits import Traits
-from kvjax.options.bounds import check_layers, check_least
+from kvjax.options.bounds import check_layers, check_least, check_used
 from kvjax.options.budgets import Retention
 from kvjax.selection import finite, mask_to_slots, top_slots
 
@@ -84,6 +84,10 @@ class LagKV(Method):
     check_layers(self, "skip_layers")
     if self.ddof not in (0, 1):
       raise InputError(f"ddof must be 0 or 1; {self.ddof} is not.")
+    ranked = self.mode == "kvpress"
+    check_used(self, "mode", "retention_of" if ranked else "cross_scoring")
+    if self.score == "key_norm":
+      check_used(self, "score", "value_weight", "ddof", "reference")
 
   @property
   def traits(self) -> Traits:
@@ -246,6 +250,8 @@ class LagKV(Method):
     """What tokens compete by: their scores, or their ranks as floats."""
     if self.cross_scoring:
       return scores
+    # Stable, so that of equal tokens the earlier one is the better.
+    from_best = jnp.argsort(scores, axis=-1, descending=True)
     # The second sort inverts the first: ranks, 0 for the lowest score.
-    ranks = jnp.argsort(jnp.argsort(scores, axis=-1), axis=-1)
-    return ranks.astype(jnp.float32)
+    places = jnp.argsort(from_best, axis=-1)
+    return (scores.shape[-1] - 1 - places).astype(jnp.float32)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import Literal
 
 import jax
@@ -33,12 +34,23 @@ from kvjax.methods.ranking import (
 )
 from kvjax.methods.snapkv import SnapKV
 from kvjax.methods.traits import Traits
-from kvjax.options.bounds import check_least
+from kvjax.options.bounds import check_least, check_used
 from kvjax.selection import age, mask_to_slots, newest
 
 Clusters = Literal["prototypes", "lsh", "kmeans", "none"]
 Score = Literal["qk_sum", "qk_mean", "attn_sum", "attn_mean", "attn_center"]
 Sign = Literal["deviation", "literal"]
+
+# Options without effect, by `clusters`; a maximum may be out of reach.
+_UNUSED: Mapping[Clusters, tuple[str, ...]] = {
+  "prototypes": (),
+  "lsh": ("split",),
+  "kmeans": (
+    *("neighbors", "include_self", "sign"),
+    *("anchors", "bits", "hash", "sigma", "split"),
+  ),
+  "none": ("anchors", "bits", "hash", "sigma", "split", "score"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,6 +126,7 @@ class ProtoKV(Method):
       tokens_per_prototype=1,
       iterations=1,
     )
+    check_used(self, "clusters", *_UNUSED[self.clusters])
     if self._anchor_prototypes >= self.prototypes and (
       self.clusters == "prototypes"
     ):

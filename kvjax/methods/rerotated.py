@@ -5,6 +5,7 @@ import dataclasses
 from kvjax.errors import InputError
 from kvjax.methods.around import Around
 from kvjax.methods.traits import Traits
+from kvjax.names import name_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +26,7 @@ class Rerotated(Around):
 
   def __post_init__(self) -> None:
     super().__post_init__()
-    name, traits = type(self.over).__name__, self.over.traits
+    name, traits = name_of(self.over), self.over.traits
     reason = traits.coarse
     if self.over.allocation.ragged:
       reason = "its heads share a budget"

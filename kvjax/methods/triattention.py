@@ -9,6 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.activations import Activations, Rerotate
 from kvjax.cache.layers import LayerCache
+from kvjax.errors import InputError
 from kvjax.heads import by_kv_head
 from kvjax.methods.base import LayerBudget, Method
 from kvjax.methods.expected_attention import moments
@@ -45,7 +46,7 @@ class TriAttention(Method):
     statistics: file or folder with the statistics of the model's queries, as
       `kvjax.calibrate_queries` writes them, or the authors' code in a file
       named *.pt; empty for those of the prompt's own queries.
-    farthest: the largest d.
+    farthest: the largest d, a power of 2.
     ahead: how the scores of all d are reduced.
     group: how those of the group's query heads are reduced.
     center: whether the first part counts.
@@ -64,6 +65,12 @@ class TriAttention(Method):
   def __post_init__(self) -> None:
     super().__post_init__()
     check_least(self, farthest=1, recent=0)
+    below = 2 ** (self.farthest.bit_length() - 1)
+    if self.farthest != below:
+      raise InputError(
+        "farthest must be a power of 2, as all distances ahead are; "
+        f"{self.farthest} is between {below} and {2 * below}."
+      )
     if self.statistics:
       _ = self._stored
 

@@ -14,6 +14,7 @@ from kvjax.kernels.select import among_largest
 from kvjax.methods.base import LayerBudget, Method
 from kvjax.methods.traits import Traits
 from kvjax.model import Geometry
+from kvjax.names import name_of
 from kvjax.options.bounds import check_least
 from kvjax.selection import mask_to_slots
 
@@ -62,17 +63,17 @@ class WholeChunks(Method):
     if not isinstance(self.over, RanksGroups):
       raise InputError(
         f"Chunks are ranked by the scores of their tokens; "
-        f"{type(self.over).__name__} gives no scores to single tokens."
+        f"{name_of(self.over)} gives no scores to single tokens."
       )
     if self.over.allocation.prescribes:
       raise InputError(
-        f"{type(self.over).__name__} keeps its own share of the parts of a "
+        f"{name_of(self.over)} keeps its own share of the parts of a "
         "prompt, not what whole chunks leave; use it without chunkkv.kvpress/."
       )
     if self.over.allocation.ragged:
       raise InputError(
         "All heads keep the same chunks; those of "
-        f"{type(self.over).__name__} share a budget."
+        f"{name_of(self.over)} share a budget."
       )
 
   @property

@@ -23,6 +23,27 @@ def check_least(method: Any, **least: float) -> None:
       raise InputError(f"{name} must be {bound:g} or more; {value} is not.")
 
 
+def check_used(method: Any, decisive: str, *unused: str) -> None:
+  """Refuses options that the present value of another one leaves unused.
+
+  Args:
+    method: the method.
+    decisive: the other option.
+    unused: the options, which may have their defaults alone.
+
+  Raises:
+    InputError: one has another value; the message names both.
+  """
+  for field in dataclasses.fields(method):
+    value = getattr(method, field.name)
+    if field.name in unused and value != field.default:
+      raise InputError(
+        f"{field.name}={value} changes nothing with "
+        f"{decisive}={getattr(method, decisive)}; leave it out, or change "
+        f"{decisive}."
+      )
+
+
 def check_count(name: str, value: object, least: int = 1) -> None:
   """Refuses what is not a whole number of at least `least`.
 

@@ -3,7 +3,7 @@
 import dataclasses
 import difflib
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from kvjax.errors import InputError
@@ -70,6 +70,8 @@ def with_options(
       range.
   """
   given: set[str] = set()
+  # Of one part at once: an option may fit only with the next one.
+  changes: dict[_Path, dict[str, Any]] = {}
   for text in options:
     name, equals, value = text.partition("=")
     path = _find(made, name, nested)
@@ -84,7 +86,10 @@ def with_options(
     if name in given:
       raise InputError(f"Option {name!r} of {base!r} is given twice.")
     given.add(name)
-    made = _change(made, path, functools.partial(_read, base, name, value))
+    values = changes.setdefault(path, {})
+    values[name] = _value(base, name, value, _at(made, path))
+  for path, values in changes.items():
+    made = _change(made, path, values)
   return made
 
 
@@ -137,22 +142,27 @@ def _find(made: Any, name: str, nested: bool) -> _Path | None:
   return next((at for at, part in parts if name in _option_names(part)), None)
 
 
-def _change(made: Any, path: _Path, change: Callable[[Any], Any]) -> Any:
+def _at(made: Any, path: _Path) -> Any:
+  return functools.reduce(getattr, path, made)
+
+
+def _change(made: Any, path: _Path, values: Mapping[str, Any]) -> Any:
+  """Changes options of the part at a path."""
   if not path:
-    return change(made)
+    return dataclasses.replace(made, **values)
   first, *rest = path
-  part = _change(getattr(made, first), tuple(rest), change)
+  part = _change(getattr(made, first), tuple(rest), values)
   return dataclasses.replace(made, **{first: part})
 
 
-def _read(base: str, name: str, value: str, part: Any) -> Any:
-  """Changes an option, parsed as the type of its current value."""
-  read = _value(base, name, value, getattr(part, name))
+def _value(base: str, name: str, value: str, part: Any) -> Any:
+  """Parses an option as the type of its current value."""
+  read = _parsed(base, name, value, getattr(part, name))
   check_choice(type(part), name, read)
-  return dataclasses.replace(part, **{name: read})
+  return read
 
 
-def _value(base: str, name: str, value: str, present: Any) -> Any:
+def _parsed(base: str, name: str, value: str, present: Any) -> Any:
   kind = type(present)
   try:
     if kind is tuple:

@@ -12,6 +12,7 @@ from typing import Any
 from kvjax.allocation.base import Allocation
 from kvjax.errors import InputError, InputWarning
 from kvjax.methods.base import Method
+from kvjax.names import add_name
 from kvjax.options.budgets import Rounding
 from kvjax.retrieval.base import Retrieval
 
@@ -203,6 +204,12 @@ def register(
   for kind in (METHODS, RETRIEVALS):
     kind._entries.pop(name, None)
   names.add(name, Entry(make, presets, summary, paper))
+  full = [name, *(f"{name}.{preset}" for preset in presets)]
+  for each, called in zip(made, full, strict=True):
+    if isinstance(each, Recipe):
+      add_name(called, each.method, each.allocation)
+    else:
+      add_name(called, each)
 
 
 def _same_definition(one: Any, other: Any) -> bool:

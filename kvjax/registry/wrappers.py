@@ -15,6 +15,7 @@ from kvjax.methods.critical import Critical
 from kvjax.methods.rerotated import Rerotated
 from kvjax.methods.think import Think
 from kvjax.methods.whole_chunks import WholeChunks
+from kvjax.names import add_prefix
 from kvjax.options.budgets import Rounding
 from kvjax.registry.naming import suggest, with_options
 from kvjax.registry.registry import PREFIXES, Recipe
@@ -84,6 +85,19 @@ WRAPPERS: Mapping[str, Wrapper] = {
 
 
 PREFIXES.update(name for name in WRAPPERS if "." not in name)
+_OUTER: Mapping[str, type] = {
+  "pyramid": Pyramid,
+  "pyramid.kvpress": RoundedPyramid,
+  "ada": Adaptive,
+  "ada.kvpress": Floored,
+  "critical": Critical,
+  "rerotate": Rerotated,
+  "chunked": Chunked,
+  "think": Think,
+  "chunkkv.kvpress": WholeChunks,
+}
+for _name, _class in _OUTER.items():
+  add_prefix(_name, _class)
 
 
 def wrap(text: str, inner: Recipe, label: str) -> Recipe:

@@ -65,7 +65,7 @@ def test_thresholds_are_scores():
   for wrong, match in (("much", "takes scores such as -4,-6"), ("nan", "nan")):
     with pytest.raises(InputError, match=match):
       parse_thresholds([wrong])
-  with pytest.raises(InputError, match="--methods has keydiff: KeyDiff cannot"):
+  with pytest.raises(InputError, match="--methods has keydiff: keydiff cannot"):
     candidates(["keydiff"], budgets)
 
 
@@ -186,5 +186,5 @@ def test_lookups_are_candidates_too():
   ]
   assert found[1].retention(16) == 0.5
   assert len({c.options for c in found}) == 3
-  with pytest.raises(InputError, match="--methods has ctkvr: CTkvr indexes"):
+  with pytest.raises(InputError, match="--methods has ctkvr: ctkvr indexes"):
     candidates(["ctkvr"], budgets, kvjax.Schedule(block=8))

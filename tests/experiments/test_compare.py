@@ -180,10 +180,10 @@ def test_a_threshold_has_a_retention_of_its_own(
     (["--budget=64", "--threshold=-4"], "--budget and --threshold do not go"),
     (
       ["--methods=keydiff", "--threshold=-4"],
-      "KeyDiff cannot have a threshold",
+      "keydiff cannot have a threshold",
     ),
     (["--kv_dtype=int8", "--every=4"], "--every and --kv_dtype do not go"),
-    (["--kv_dtype=fp8", "--methods=flat"], "has flat: Flat retrieves keys as"),
+    (["--kv_dtype=fp8", "--methods=flat"], "has flat: flat retrieves keys as"),
     (["--tasks=niah"], "There is no task 'niah'; the tasks are niah_single_1"),
     (["--tasks=vt"], "`kvjax evaluate --benchmark=ruler --tasks=vt` has it."),
     (["--samples=0"], "--samples=0"),

@@ -71,8 +71,11 @@ def test_a_budget_that_is_shared_out_once_is_refused_in_blocks():
 
   kvjax.Plan(FrontFirst(), FOUR)
   for schedule in (kvjax.Schedule(block=8), kvjax.Schedule(every=2)):
-    for method, allocation in ((FrontFirst(), None), (KeyL2Norm(), Front())):
-      with pytest.raises(InputError, match="Front cannot spread a budget"):
+    for method, allocation, name in (
+      (FrontFirst(), None, "FrontFirst"),
+      (KeyL2Norm(), Front(), "key_norm by Front"),
+    ):
+      with pytest.raises(InputError, match=f"^{name} cannot spread a budget"):
         kvjax.Plan(method, FOUR, schedule, allocation=allocation)
 
 

@@ -384,7 +384,7 @@ def test_tau_outside_its_range_is_refused(tau):
       lambda b: dataclasses.replace(
         kvjax.get_plan("flat/keydiff@0.5", kvjax.Tokens(4)), budget=b
       ),
-      "after Flat has indexed",
+      "after flat has indexed",
     ),
     (lambda b: kvjax.get_plan("flat", b), "flat loses nothing"),
   ],

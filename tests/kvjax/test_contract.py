@@ -121,6 +121,11 @@ SMALL = {
   "kvzap": {"gate": made_up_kvzap(24, 3, 5)},
   "fast_kvzip": {"gate": made_up_fast_kvzip(24, 3, 5), "recent": 0.05},
   "protokv": {"window": 5, "prototypes": 20, "bits": 3},
+  **{
+    # They hash nothing.
+    f"protokv.{preset}": {"window": 5, "prototypes": 20}
+    for preset in ("kmeans", "sat", "squeezed")
+  },
   "protokv.clusterkv": {
     **{"sinks": 2, "window": 5, "prototypes": 20, "tokens_per_prototype": 4}
   },

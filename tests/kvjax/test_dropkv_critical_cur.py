@@ -180,9 +180,9 @@ def test_scores_that_are_no_weights_are_refused():
     "cur:leverage=key",
   ):
     kvjax.get_plan(f"critical/{name}", kvjax.Tokens(3))
-  for name in ("ProtoKV", "Compactor"):
+  for name in ("protokv", "compactor", "finch"):
     with pytest.raises(InputError, match=f"final before .* {name} gives none"):
-      kvjax.get_plan(f"critical/{name.lower()}", kvjax.Tokens(3))
+      kvjax.get_plan(f"critical/{name}", kvjax.Tokens(3))
   with pytest.raises(InputError, match="no values are part of"):
     Critical(SnapKV(keep="least"))
 

@@ -352,6 +352,11 @@ def test_mistakes_are_explained(call, said):
   [
     ("keydiff", ALL, "'keydiff' is no such method"),
     (kvjax.get_retrieval("flat"), ALL, r"no such method: kvjax\.get_plan"),
+    (
+      KeyDiff,
+      ALL,
+      r"such as kvjax\.get_.*; KeyDiff is a class: write KeyDiff\(\)",
+    ),
     (FULL, 0.25, r"kvjax\.Retention\(0\.25\).*; 0\.25 is none of them"),
   ],
 )

@@ -205,6 +205,18 @@ def test_kvpress_mode_evicts_short_rows_by_age():
   assert row[0] == [0, 1, 2, 10, 11, 12, 13, 14]
 
 
+def test_kvpress_mode_prefers_the_earlier_of_equal_tokens():
+  n, method = S + 5 * L, LagKV(S, L, mode="kvpress")
+  seen = random_activations(6, [n], n)
+  same = dataclasses.replace(
+    seen, keys=jnp.ones_like(seen.keys), values=jnp.ones_like(seen.values)
+  )
+  fixed = S + L
+  (row,) = kept(method, same, kvjax.Tokens(fixed + 2 * 4), [n])
+  first = [S + p * L + t for p in range(4) for t in range(2)]
+  assert row[0] == [*range(S), *first, *range(n - L, n)]
+
+
 def test_presets_are_the_papers():
   assert get_method("lagkv.paper") == LagKV(sinks=16, lag=1024)
   with pytest.raises(InputError, match="lag must be 2 or more"):

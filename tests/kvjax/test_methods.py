@@ -244,11 +244,40 @@ def test_random_is_uniform_and_independent_of_what_follows(seen):
     ("keydiff:anchor=pairwise:metric=dot", "metric=cosine only"),
     ("tova:protect_last=3", "takes a value such as False"),
     ("streaming:sinks=-1", "0 or more"),
+    ("lagkv:cross_scoring=true", "cross_scoring=True changes nothing with mo"),
+    ("lagkv.kvpress:retention_of=row", "nothing with mode=kvpress; leave it"),
+    ("lagkv.key_norm:ddof=0", "ddof=0 changes nothing with score=key_norm"),
+    (
+      "protokv:clusters=kmeans:anchors=4",
+      "nothing with clusters=kmeans; leave",
+    ),
+    ("protokv.kmeans:hash=hyperplane", "leave it out, or change clusters."),
+    ("protokv.sat:score=qk_sum", "score=qk_sum changes nothing with clusters="),
+    ("triattention:farthest=100000", "100000 is between 65536 and 131072."),
   ],
 )
 def test_a_wrong_name_is_explained(name, said):
   with pytest.raises(InputError, match=re.escape(said)):
     get_method(name)
+
+
+@pytest.mark.parametrize(
+  ("name", "other"),
+  [
+    (
+      "lagkv:cross_scoring=true:mode=kvpress",
+      "mode=kvpress:cross_scoring=true",
+    ),
+    (
+      "lagkv.kvpress:retention_of=row:mode=paper",
+      "sinks=4:lag=128:retention_of=row",
+    ),
+    ("protokv:bits=9:clusters=lsh", "clusters=lsh:bits=9"),
+  ],
+)
+def test_options_are_judged_together(name, other):
+  base = name.partition(":")[0].partition(".")[0]
+  assert get_method(name) == get_method(f"{base}:{other}")
 
 
 def test_names_carry_options():

@@ -14,15 +14,15 @@ BUDGET = kvjax.Tokens(10)
   [
     (
       lambda: kvjax.get_plan("ctkvr", BUDGET, kvjax.Schedule(block=32)),
-      "CTkvr indexes a whole prompt once; it cannot work with blocks of 32.",
+      "ctkvr indexes a whole prompt once; it cannot work with blocks of 32.",
     ),
     (
       lambda: kvjax.get_plan("flat/adakv@0.5", BUDGET),
-      "Flat indexes heads that keep as many tokens; those of Adaptive do not.",
+      "flat indexes heads that keep as many tokens; those of adakv do not.",
     ),
     (
       lambda: kvjax.get_plan("flat/streaming:rerotate=true@0.5", BUDGET),
-      "Flat finds keys by the prompt's queries; StreamingLLM turns the keys",
+      "flat finds keys by the prompt's queries; streaming turns the keys",
     ),
     (
       lambda: kvjax.get_plan("flat/keydiff", BUDGET),

@@ -199,7 +199,7 @@ class Newest(HeadwiseMethod):
 def test_a_method_without_a_name_is_refused(tmp_path, monkeypatch):
   plan = kvjax.Plan(Newest(), kvjax.Tokens(9), kvjax.Schedule(every=1))
   cache, _ = kvjax.prefill(MODEL, MODEL.init(), kvjax.Prompts.of(ROWS), plan)
-  with pytest.raises(InputError, match="A Newest cannot be saved"):
+  with pytest.raises(InputError, match="A value of class Newest cannot be"):
     save(cache, tmp_path)
   assert not list(tmp_path.iterdir())
   monkeypatch.setattr(METHODS, "_entries", dict(METHODS._entries))

@@ -162,8 +162,8 @@ def test_memory_in_blocks_is_budget_and_block(name, budget, beside):
 @pytest.mark.parametrize(
   ("name", "budget", "sentence"),
   [
-    ("compactor", BUDGET, "Compactor cannot evict block by block or while"),
-    ("protokv", BUDGET, "ProtoKV cannot evict block by block or while"),
+    ("compactor", BUDGET, "compactor cannot evict block by block or while"),
+    ("protokv", BUDGET, "protokv cannot evict block by block or while"),
     ("chunkkv", BUDGET, "chunks are those of a whole prompt"),
     ("pyramidkv", BUDGET, "it shares it out once, when the prompt is known"),
     (

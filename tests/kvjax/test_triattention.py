@@ -103,7 +103,7 @@ def series(activations, method, layer=1):
   "options",
   [
     {},
-    {"ahead": "max", "farthest": 100},
+    {"ahead": "max", "farthest": 64},
     pytest.param({"spread": False, "farthest": 1}, marks=pytest.mark.slow),
     pytest.param({"center": False}, marks=pytest.mark.slow),
   ],

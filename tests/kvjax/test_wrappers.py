@@ -92,8 +92,8 @@ def test_an_option_of_two_parts_is_the_methods():
     ("chunkkv.kvpress/protokv", "gives no scores to single tokens"),
     ("chunkkv.kvpress/compactor.vllm", "share a budget"),
     ("chunked/compactor.vllm", "share a budget"),
-    ("chunked/lagkv", "LagKV keeps its own share of the parts of a prompt"),
-    ("chunkkv.kvpress/lagkv", "LagKV keeps its own share of the parts"),
+    ("chunked/lagkv", "lagkv keeps its own share of the parts of a prompt"),
+    ("chunkkv.kvpress/lagkv", "lagkv keeps its own share of the parts"),
   ],
 )
 def test_prefixes_that_do_not_fit_are_explained(name, said):
@@ -330,7 +330,7 @@ def lengths(generated):
   ],
 )
 def test_methods_that_cannot_follow_each_other_are_explained(options, said):
-  with pytest.raises(InputError, match=f"H2O cannot evict .*{said}"):
+  with pytest.raises(InputError, match=f"h2o cannot evict .*{said}"):
     kvjax.get_plan(budget=kvjax.Tokens(8), decoding=LATER, **options)
 
 

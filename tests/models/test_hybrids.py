@@ -147,7 +147,7 @@ def test_attention_that_methods_read_has_the_scale_and_the_sinks(name):
 
 
 def test_a_model_with_windows_alone_is_said_not_to_be_compressed():
-  with pytest.warns(kvjax.InputWarning, match="KeyDiff compresses nothing"):
+  with pytest.warns(kvjax.InputWarning, match="keydiff compresses nothing"):
     _, _, cache, _ = prefilled("mistral_window")
   for row, length in enumerate(LENGTHS):
     newest = list(range(max(0, length - WINDOW), length))
