@@ -52,8 +52,8 @@ class Programs(NamedTuple):
   """The interchangeable programs of one operation.
 
   A kernel raises NotImplementedError during tracing for inputs that it does
-  not support. XLA's program supports all inputs but empty ones, and gives
-  kernels their gradients.
+  not support. XLA's program supports all inputs that the operation has, and
+  gives kernels the gradients that they lack.
 
   Attributes:
     xla: the program that runs everywhere.

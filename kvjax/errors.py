@@ -3,6 +3,8 @@
 import contextlib
 from collections.abc import Iterator
 
+from kvjax.names import name_of
+
 
 class InputError(ValueError):
   """An error in what the caller passed.
@@ -42,7 +44,7 @@ def blamed_on(method: object) -> Iterator[None]:
     raise
   except Exception as error:
     error.add_note(
-      f"This happened while {type(method).__name__} chose tokens. "
+      f"This happened while {name_of(method)} chose tokens. "
       "kvjax.testing.check_method says what a method must do."
     )
     raise

@@ -175,13 +175,16 @@ class Chat:
       text = decode(answer.ids[read])
       read += 1
       shown += len(text)
-      yield text
+      if text:
+        yield text
     if answer.error is not None:
       raise answer.error
     if answer is self._pending:
       self._finish()
     # A last character may have remained incomplete.
-    yield self._lm.text.decode(answer.ids)[shown:]
+    rest = self._lm.text.decode(answer.ids)[shown:]
+    if rest:
+      yield rest
 
   def _finish(self) -> None:
     """Waits for the last answer, read or not, and takes over its cache.

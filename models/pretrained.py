@@ -142,8 +142,8 @@ def load(
       are fetched once. Or a path: a Hugging Face directory (with config.json,
       safetensors weights and tokenizer.json), one that `save` has written, a
       GGUF file, or a directory with one.
-    dtype: one of `DTYPES`, for the weights and the computation; by default
-      bfloat16, and float32 for GGUF files.
+    dtype: one of `DTYPES`, by name or as in `jnp.float32`, for the weights and
+      the computation; by default bfloat16, and float32 for GGUF files.
     mesh: over whose axis "model" the weights are sharded; see
       `kvjax.cache.sharding.parse_mesh`. By default, they are on the default
       device.
@@ -326,7 +326,7 @@ def name_dtype(dtype: DTypeLike) -> str:
   """Returns the name of a dtype of `DTYPES`.
 
   Raises:
-    InputError: it is another dtype, or none.
+    InputError: it is another dtype, or no dtype.
   """
   try:
     name = jnp.dtype(dtype).name

@@ -208,7 +208,7 @@ class Tokenizer:
       nonlocal before, read
       ids.append(int(token))
       known, text = self.decode(ids[before:read]), self.decode(ids[before:])
-      # A special token has no text, and is none to begin with.
+      # A special token has no text, so the next one begins where it did.
       if text.endswith(_INCOMPLETE) or len(text) <= len(known):
         return ""
       before, read = read, len(ids)

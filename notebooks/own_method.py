@@ -69,7 +69,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 import kvjax
-from kvjax.methods.heads import Head, HeadwiseMethod
+from kvjax.methods import Head, HeadwiseMethod
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,10 +8,13 @@ import subprocess
 import sys
 import textwrap
 
+import numpy as np
 import pytest
+import scoring
 
 import kvjax
 from kvjax.testing import TinyModel
+from kvjax.testing.checks import all_activations
 
 ROOT = pathlib.Path(__file__).parents[1]
 TEXT = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
@@ -230,10 +233,22 @@ def test_a_method_scores_by_attention():
       schedule=kvjax.Schedule(block=block),
     )
     cache, _ = kvjax.prefill(model, model.init(), prompts, plan)
-    kept = cache.layer(0).positions[0]
-    assert kept.shape[-1] >= 10
-    for head in kept.tolist():
-      assert {*range(18, 24)} <= {*head}
+    for head in cache.layer(0).positions[0].tolist():
+      kept = {*head} - {-1}
+      assert {*range(18, 24)} <= kept
+      assert len(kept) == 10
+
+  seen = all_activations(0, [24], 24)
+  scores = scoring.evaluate(names["LastRead"](window=6), seen)
+  queries, keys = (np.asarray(x[0], float) for x in (seen.queries, seen.keys))
+  keys = np.repeat(keys, len(queries) // len(keys), axis=0)
+  logits = queries @ keys.transpose(0, 2, 1) / keys.shape[-1] ** 0.5
+  weights = np.tril(np.exp(logits))
+  weights /= weights.sum(axis=-1, keepdims=True)
+  mass = weights[:, 18:].sum(axis=1).reshape(len(seen.keys[0]), -1, 24)
+  padded = np.pad(mass.max(axis=1), ((0, 0), (2, 2)))
+  pooled = np.lib.stride_tricks.sliding_window_view(padded, 5, axis=-1)
+  np.testing.assert_allclose(scores[0], pooled.mean(axis=-1), rtol=1e-4)
 
 
 def test_an_allocation_counts_by_layer():

@@ -22,8 +22,14 @@ _LOAD = 512
 def largest_gpu(
   scores: Float[Array, "*B T"], counts: Int[Array, "*B"], size: int
 ) -> Int[Array, "*B M"]:
-  """Computes `kvjax.kernels.select.largest`."""
+  """Computes `kvjax.kernels.select.largest`.
+
+  Raises:
+    NotImplementedError: nothing is to be selected.
+  """
   slots = scores.shape[-1]
+  if not scores.size or not size:
+    raise NotImplementedError("There is nothing to select.")
   rows = math.prod(counts.shape)
   # More scores per step than a warpgroup has registers for would be slow.
   step = tuning.option("select/gpu", "step")

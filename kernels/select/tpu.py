@@ -27,7 +27,8 @@ def largest_tpu(
   """Computes `kvjax.kernels.select.largest`.
 
   Raises:
-    NotImplementedError: there are more than 131,072 scores in a row, or none.
+    NotImplementedError: there are more than 131,072 scores in a row, or
+      nothing is to be selected.
   """
   slots = scores.shape[-1]
   if not scores.size or not size:

@@ -43,9 +43,9 @@ def sparse_decode(
       support plain attention only.
     options: scale and softcap.
     layer: index of the layer in stacks.
-    page: the entries of each list come in groups of so many, with the slots of
-      one page in order, any of which may be -1; pages start at multiples of
-      their size. A kernel may then copy whole pages.
+    page: number of entries per page: they come in groups of `page`, the slots
+      of one page in order, any of which may be -1. Pages start at multiples of
+      their size and end within T, since a kernel may copy whole pages.
 
   Returns:
     The output in the dtype of the queries, and its float32 log-sum-exp, for

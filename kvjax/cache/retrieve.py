@@ -207,7 +207,9 @@ def _or_everything(
     # MagicPIG's bias corrects for sampling; here every key is read.
     bias = jnp.where(fits, 0.0, bias)
   slots = jnp.where(fits, all_slots[None], selection.slots)
-  return Selection(slots, bias, selection.page)
+  # Tokens that are stored late leave gaps before them.
+  page = selection.page if store.late_numbers is None else 1
+  return Selection(slots, bias, page)
 
 
 def broadcast_budget(

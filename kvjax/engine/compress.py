@@ -344,10 +344,7 @@ def evict_layer(
   """
   with blamed_on(plan.method):
     with jax.default_matmul_precision("highest"):
-      # Which tokens are kept has no gradient.
-      scores = plan.method.evaluate(
-        layer, *jax.lax.stop_gradient((cache, activations))
-      )
+      scores = plan.method.evaluate(layer, cache, activations)
     slots = plan.spread.select(plan.method, scores, cache, budget)
   kept = cache.take(slots[..., : budget.capacity])
   # The loops of prefill and decoding carry layers of one shape.

@@ -56,9 +56,10 @@ def answer_nll(
 ) -> Float[Array, " B"]:
   """Computes the mean of -ln p over given answers, after their questions.
 
-  It is in nats, in float32, and has gradients, also through a prefill. The
-  cache is left unchanged. Where gradients are taken, and within `jax.jit`, the
-  length of its context is not checked.
+  It is in nats, in float32, and has gradients, also through a prefill of whole
+  prompts; those of methods that replay prompts are to be taken outside of
+  `jax.jit`. The cache is left unchanged. Where gradients are taken, and within
+  `jax.jit`, the length of its context is not checked.
 
   Args:
     model: the functions.

@@ -64,7 +64,7 @@ class DropKV(ScoringMethod):
     values = jnp.where(valid[..., None], values - center[:, :, None], 0.0)
     weights = window_weights(cache, activations, self.window)
     # With sinks, weights add up to less than one; the rest is at -center.
-    missing = jnp.zeros((*weights.shape[:-1], 1))
+    missing = jnp.zeros((*weights.shape[:-1], 1), jnp.float32)
     if activations.sinks is not None:
       missing = jnp.maximum(1.0 - jnp.sum(weights, axis=-1, keepdims=True), 0.0)
     changes = self._changes(weights, values, missing, center)

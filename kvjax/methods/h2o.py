@@ -47,7 +47,7 @@ class H2O(ScoringMethod):
   @property
   def traits(self) -> Traits:
     """Its scores are weights of attention."""
-    return Traits(weighs=True)
+    return Traits(weighs=not self.paper_postproc)
 
   def scores(
     self, layer: Int[Array, ""], cache: LayerCache, activations: Activations

@@ -41,7 +41,8 @@ Clusters = Literal["prototypes", "lsh", "kmeans", "none"]
 Score = Literal["qk_sum", "qk_mean", "attn_sum", "attn_mean", "attn_center"]
 Sign = Literal["deviation", "literal"]
 
-# Options without effect, by `clusters`; a maximum may be out of reach.
+# Options without effect, by `clusters`, but for the maxima `prototypes` and
+# `iterations`.
 _UNUSED: Mapping[Clusters, tuple[str, ...]] = {
   "prototypes": (),
   "lsh": ("split",),

@@ -69,7 +69,7 @@ class SnapKV(ScoringMethod):
       window=self.window,
       protects=self.window,
       sinks=self.sinks,
-      weighs=self.keep == "most",
+      weighs=self.keep == "most" and not self.paper_postproc,
       activations=frozenset({"rerotate"} if moves else ()),
     )
 

@@ -29,10 +29,10 @@ def check_used(method: Any, decisive: str, *unused: str) -> None:
   Args:
     method: the method.
     decisive: the other option.
-    unused: the options, which may have their defaults alone.
+    unused: the options, which must have their defaults.
 
   Raises:
-    InputError: one has another value; the message names both.
+    InputError: one has another value; the message names it and `decisive`.
   """
   for field in dataclasses.fields(method):
     value = getattr(method, field.name)

@@ -67,7 +67,7 @@ def get_recipe(name: str) -> Recipe:
     label = f"{name}/{label}"
   others = [text for text in options if text not in own]
   recipe = _with_options(label, recipe, others)
-  inner = [name for name in names if WRAPPERS[name].method is not None]
+  inner = [name for name in names if WRAPPERS[name].allocation is None]
   _check_even("/".join([*inner, base]), recipe)
   return recipe
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from kvjax.allocation.adaptive import Adaptive
 from kvjax.allocation.base import Allocation
@@ -25,28 +26,30 @@ from kvjax.registry.registry import PREFIXES, Recipe
 class Wrapper:
   """What a name before a method does to its recipe.
 
-  One of `allocation` and `method` is given.
-
   Attributes:
     summary: a one-line description for tables.
-    allocation: makes an allocation around that of the method.
-    method: makes a method around the method.
+    outer: class of the method around the method, or of the allocation around
+      its allocation.
+    allocation: makes that allocation; None for a method, which is all that its
+      class takes.
     rounding: how a retention is rounded; None as the recipe says.
   """
 
   summary: str
+  outer: type[Any]
   allocation: Callable[[Method, Allocation], Allocation] | None = None
-  method: Callable[[Method], Method] | None = None
   rounding: Rounding | None = None
 
 
 WRAPPERS: Mapping[str, Wrapper] = {
   "pyramid": Wrapper(
     "lower layers keep more (PyramidKV)",
+    Pyramid,
     allocation=lambda method, over: Pyramid(over, method.traits.protects),
   ),
   "pyramid.kvpress": Wrapper(
     "the same, as PyramidKVPress counts",
+    RoundedPyramid,
     allocation=lambda method, over: RoundedPyramid(
       over, method.traits.protects
     ),
@@ -54,50 +57,38 @@ WRAPPERS: Mapping[str, Wrapper] = {
   ),
   "ada": Wrapper(
     "heads compete for a layer's budget (AdaKV)",
+    Adaptive,
     allocation=lambda method, over: Adaptive(over),
   ),
   "ada.kvpress": Wrapper(
     "the same above a floor per head (AdaKVPress)",
+    Floored,
     allocation=lambda method, over: Floored(over),
     rounding="kvpress",
   ),
   "critical": Wrapper(
     "scores are weighted by the norm of the projected value (CriticalKV)",
-    method=Critical,
+    Critical,
   ),
   "rerotate": Wrapper(
     "kept keys are re-rotated to consecutive positions (KeyRerotationPress)",
-    method=Rerotated,
+    Rerotated,
   ),
   "chunked": Wrapper(
-    "every chunk of the prompt is compressed by itself (ChunkPress)",
-    method=Chunked,
+    "every chunk of the prompt is compressed by itself (ChunkPress)", Chunked
   ),
-  "think": Wrapper(
-    "keys lose channels that hardly matter (ThinK)", method=Think
-  ),
+  "think": Wrapper("keys lose channels that hardly matter (ThinK)", Think),
   "chunkkv.kvpress": Wrapper(
     "whole chunks are kept by their tokens' scores (ChunkKVPress)",
-    method=WholeChunks,
+    WholeChunks,
     rounding="kvpress",
   ),
 }
 
 
 PREFIXES.update(name for name in WRAPPERS if "." not in name)
-_OUTER: Mapping[str, type] = {
-  "pyramid": Pyramid,
-  "pyramid.kvpress": RoundedPyramid,
-  "ada": Adaptive,
-  "ada.kvpress": Floored,
-  "critical": Critical,
-  "rerotate": Rerotated,
-  "chunked": Chunked,
-  "think": Think,
-  "chunkkv.kvpress": WholeChunks,
-}
-for _name, _class in _OUTER.items():
-  add_prefix(_name, _class)
+for _name, _wrapper in WRAPPERS.items():
+  add_prefix(_name, _wrapper.outer)
 
 
 def wrap(text: str, inner: Recipe, label: str) -> Recipe:
@@ -119,17 +110,16 @@ def wrap(text: str, inner: Recipe, label: str) -> Recipe:
     )
   wrapper, method = WRAPPERS[name], inner.method
   rounding = wrapper.rounding or inner.rounding
-  if wrapper.method is not None:
+  if wrapper.allocation is None:
     if inner.allocation is not None:
       raise InputError(
         f"{name}/ changes what a method keeps, before its budget is spread; "
         f"write it behind pyramid/ and ada/, directly before a method's name."
       )
     wrapped: Method = with_options(
-      name, wrapper.method(method), options, nested=False
+      name, wrapper.outer(method), options, nested=False
     )
     return Recipe(wrapped, None, rounding)
-  assert wrapper.allocation is not None
   _check_spread(name.partition(".")[0], inner, label)
   over = inner.allocation or method.allocation
   allocation: Allocation = with_options(

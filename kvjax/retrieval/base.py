@@ -197,8 +197,9 @@ class Selection:
     slots: one list shared by all queries, or one list per query; slots are
       unique within a list, -1 for none.
     bias: added to the scaled logits of the listed slots; None for zero.
-    page: each so many entries are the slots of one page, in order, any of which
-      may be -1; pages start at multiples of their size.
+    page: number of entries per page: they come in groups of `page`, the slots
+      of one page in order, any of which may be -1. Pages start at multiples of
+      their size and end within the stored slots.
   """
 
   slots: Int[Array, "*B J M"]

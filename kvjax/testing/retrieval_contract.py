@@ -243,9 +243,10 @@ def _check_slots(
     f"give 0 to {size - 1}, and -1 for none.",
   )
   require(
-    slots.shape[-1] % page == 0 and _in_pages(slots, page),
+    slots.shape[-1] % page == 0 and _in_pages(slots, page, size),
     f"{name} says that it lists whole pages of {page} slots; start each at a "
-    f"multiple of {page} and name its slots in order, or leave `page` at 1.",
+    f"multiple of {page}, end it within the {size} that are stored and name "
+    "its slots in order, or leave `page` at 1.",
   )
   for row, head in np.ndindex(*valid.shape[:2]):
     for listed in slots[row, head]:
@@ -269,11 +270,12 @@ def _check_slots(
   ]
 
 
-def _in_pages(slots: Int[np.ndarray, "B K J M"], page: int) -> bool:
-  """Whether entries are the slots of one page after another, or -1."""
+def _in_pages(slots: Int[np.ndarray, "B K J M"], page: int, size: int) -> bool:
+  """Whether entries are the slots of one whole page after another, or -1."""
   pages = slots.reshape(-1, page)
   first = np.max(pages, axis=1, keepdims=True) // page * page
-  return bool(np.all((pages < 0) | (pages == first + np.arange(page))))
+  in_place = (pages < 0) | (pages == first + np.arange(page))
+  return bool(np.all(in_place) and np.all(first + page <= size))
 
 
 def _check_caches(retrieval: Retrieval, layer: int) -> None:

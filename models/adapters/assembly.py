@@ -38,8 +38,7 @@ def assemble(
     config: configuration of the decoder.
     find: returns parameters in the order of axes of `kvjax.models.decoder`:
       matrices are [inputs, outputs], and heads may be an axis of their own.
-    dtype: one of `kvjax.models.pretrained.DTYPES`; by default that of the
-      embedding.
+    dtype: as for `kvjax.models.load`; by default that of the embedding.
     mesh: as for `kvjax.models.load`; by default arrays stay where they are.
     tokenizer: the tokenizer, if there is one.
 

@@ -13,6 +13,7 @@ from jax.sharding import AxisType
 from kvjax import kernels
 from kvjax.kernels.dispatch import Programs, dispatch, target_platform
 from kvjax.kernels.gather import compact
+from kvjax.kernels.paged_attention import paged_attention
 from kvjax.kernels.prompt_attention import api as prompt_attention_api
 from kvjax.kernels.prompt_attention import prompt_attention
 from kvjax.kernels.sparse_decode import sparse_decode
@@ -33,6 +34,8 @@ def drawn(seed, *shape):
 
 SLOTS = jnp.asarray([[[0, 3, 4, 40, -1], [7, 8, 9, 10, 63]]], jnp.int32)
 PLACES = jnp.arange(64, dtype=jnp.int32)[None]
+PAGES = jnp.arange(96, dtype=jnp.int32).reshape(1, 3, 32)
+OWNERS = jnp.asarray([[1, 0, 1]], jnp.int32)
 DIFFERENTIABLE = {
   "prompt_attention": (
     lambda q, k, v: [prompt_attention(q, k, v, PLACES)],
@@ -43,6 +46,12 @@ DIFFERENTIABLE = {
       k, v, jnp.broadcast_to(PLACES, (1, 2, 64)), None, SLOTS
     )[:2],
     [drawn(1, 1, 2, 64, 64), drawn(2, 1, 2, 64, 64)],
+  ),
+  "paged_attention": (
+    lambda q, k, v: paged_attention(
+      q, k, v, jnp.full((1, 1), 99, jnp.int32), PAGES, OWNERS, kv_heads=2
+    ),
+    [drawn(0, 1, 4, 1, 64), *(drawn(seed, 1, 3, 32, 64) for seed in (1, 2))],
   ),
   "sparse_decode": (
     lambda q, k, v: sparse_decode(q, k, v, SLOTS),

@@ -222,8 +222,11 @@ def test_a_second_eager_call_compiles_nothing(call):
   assert not compiled
 
 
-@pytest.mark.parametrize(("rows", "slots", "size"), [(0, 8, 4), (2, 8, 0)])
-def test_nothing_is_selected_from_nothing(rows, slots, size):
+@pytest.mark.parametrize("platform", ["tpu", "gpu"])
+@pytest.mark.parametrize(
+  ("rows", "slots", "size"), [(0, 8, 4), (2, 8, 0), (2, 0, 4)]
+)
+def test_nothing_is_selected_from_nothing(platform, rows, slots, size):
   scores, counts = jnp.ones((rows, slots)), jnp.zeros(rows, jnp.int32)
-  with pltpu.force_tpu_interpret_mode(), kernels.use(platform="tpu"):
+  with kernels.use(platform=platform):
     assert largest(scores, counts, size).shape == (rows, size)

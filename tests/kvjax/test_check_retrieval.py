@@ -42,6 +42,17 @@ class ScatteredPages(Reading):
     return Selection(found.slots, page=2), news
 
 
+class CutPages(Reading):
+  """Of nine slots, so that the last page ends beyond the store."""
+
+  def retrieve(self, index, queries, store, reads):
+    _, news = Flat.retrieve(self, index, queries, store, reads)
+    last = store.valid.shape[0] - 1
+    page = last // 7 * 7 + jnp.arange(7, dtype=jnp.int32)
+    page = jnp.where(page <= last, page, -1)
+    return Selection(jnp.where(store.valid[page], page, -1)[None], page=7), news
+
+
 @dataclasses.dataclass(frozen=True)
 class Growing(Reading):
   def index(self, prompt, reads):
@@ -75,6 +86,7 @@ NOT_RETRIEVING = {
   "twice": (Twice(), "once in a list"),
   "empty": (EmptyReads(), "holds no token"),
   "no pages": (ScatteredPages(), "whole pages of 2 slots"),
+  "cut pages": (CutPages(), "end it within the .* that are stored"),
   "grows": (Growing(), "same shapes"),
   "dense": (
     Reading(dense_layers=tuple(range(64))),

@@ -170,7 +170,10 @@ def test_the_budgets_of_heads_are_those_of_the_inner_method():
 
 
 def test_scores_that_are_no_weights_are_refused():
-  values_count = "dropkv", "expected_attention", "noncausal", "cur"
+  values_count = (
+    *("dropkv", "expected_attention", "noncausal", "cur", "h2o.compactor"),
+    *("snapkv.compactor", "snapkv:paper_postproc=true"),
+  )
   for name in ("keydiff", *values_count):
     with pytest.raises(InputError, match="no values are part of"):
       kvjax.get_plan(f"critical/{name}", kvjax.Tokens(3))

@@ -211,7 +211,7 @@ def test_answers_have_gradients_through_a_prefill(name, tokens):
     *(("tpu", name) for name in ("full", "snapkv", "adakv", "compactor")),
   ],
 )
-def test_every_method_leaves_gradients_of_what_is_kept(platform, name):
+def test_gradients_can_be_traced_through_methods(platform, name):
   """Selection has none; kernels have those of XLA's programs."""
   prompts = kvjax.Prompts.of([[*range(60)] * 2])
   plan = kvjax.get_plan(name, kvjax.Tokens(50))
@@ -221,8 +221,8 @@ def test_every_method_leaves_gradients_of_what_is_kept(platform, name):
     return answer_nll(cache, QUESTIONS[:1], ANSWERS[:1], params).sum()
 
   with kernels.use(platform=platform):
-    shapes = jax.eval_shape(jax.grad(total), PARAMS)
-  assert jax.tree.structure(shapes) == jax.tree.structure(PARAMS)
+    traced = str(jax.make_jaxpr(jax.grad(total))(PARAMS))
+  assert ("pallas_call" in traced) == (platform == "tpu")
 
 
 def test_a_traced_cache_leaves_other_checks_in_place():
