@@ -39,7 +39,8 @@ def _decoding(
     pages, part = num_slots // page, length // num_slots
     first = jax.random.randint(drawn[3], (batch, lists, pages), 0, part)
     first = first + jnp.arange(pages, dtype=jnp.int32)[None, None] * part
-    slots = first[..., None] * page + jnp.arange(page, dtype=jnp.int32)
+    within = jnp.arange(page, dtype=jnp.int32)[None, None, None]
+    slots = first[..., None] * page + within
     slots = slots.reshape(batch, lists, num_slots)
     if bits == 8:
       quantized = (quantize(x, jnp.int8) for x in (keys, values))
