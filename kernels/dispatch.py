@@ -2,9 +2,8 @@
 
 import contextlib
 import functools
-import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 import jax
 from jax.sharding import PartitionSpec
@@ -21,9 +20,9 @@ from kvjax.kernels.mesh_axes import (
   spread_over,
   without_context,
 )
+from kvjax.kernels.programs import Platform, Programs
 
 Implementation = Literal["xla", "pallas"]
-Platform = Literal["cpu", "gpu", "tpu"]
 
 # The operations that have kernels, which are packages of this one.
 OPERATIONS = (
@@ -42,65 +41,6 @@ OPERATIONS = (
 _implementation = jax.make_user_context(default_value=None)
 _platform = jax.make_user_context(default_value=None)
 _overrides = jax.make_user_context(default_value=())
-
-# Compute capabilities, without the digit after the point. Our kernels for GPUs
-# use instructions that only Hopper has.
-HOPPER = range(9, 10)
-
-
-class Programs(NamedTuple):
-  """The interchangeable programs of one operation.
-
-  A kernel raises NotImplementedError during tracing for inputs that it does
-  not support. XLA's program supports all inputs that the operation has, and
-  gives kernels the gradients that they lack.
-
-  Attributes:
-    xla: the program that runs everywhere.
-    tpu: the kernel for TPUs.
-    gpu: the kernel for GPUs.
-    gpus: major compute capabilities of the GPUs that have its instructions.
-    differentiable: platforms whose kernel has gradients of its own.
-  """
-
-  xla: Callable[..., Any]
-  tpu: Callable[..., Any]
-  gpu: Callable[..., Any]
-  gpus: range = HOPPER
-  differentiable: tuple[Platform, ...] = ()
-
-  @property
-  def operation(self) -> str:
-    """Name of the operation: the package of XLA's program."""
-    return self.xla.__module__.rpartition(".")[0].rpartition(".")[2]
-
-  @classmethod
-  def of(
-    cls,
-    xla: Callable[..., Any],
-    gpus: range = HOPPER,
-    differentiable: tuple[Platform, ...] = (),
-  ) -> "Programs":
-    """Finds the kernels by the name of XLA's program.
-
-    Those of `xla.select_xla` are `tpu.select_tpu` and `gpu.select_gpu`, in the
-    modules of the same package. They are imported when they are first used:
-    Pallas takes longer to import than the rest of kvjax.
-    """
-    kernels = _kernel(xla, "tpu"), _kernel(xla, "gpu")
-    return cls(xla, *kernels, gpus, differentiable)
-
-
-def _kernel(xla: Callable[..., Any], platform: Platform) -> Callable[..., Any]:
-  """Returns a platform's kernel, which is imported by its first call."""
-  package = xla.__module__.rpartition(".")[0]
-  name = xla.__name__.replace("_xla", f"_{platform}")
-
-  def kernel(*operands: Any, **options: Any) -> Any:
-    module = importlib.import_module(f"{package}.{platform}")
-    return vars(module)[name](*operands, **options)
-
-  return kernel
 
 
 @contextlib.contextmanager

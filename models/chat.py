@@ -15,6 +15,7 @@ from kvjax.engine.plan_conflicts import OWN_FRAMES
 from kvjax.engine.sampling import Sampling
 from kvjax.errors import InputError, InputWarning
 from kvjax.hosts import read
+from kvjax.models.text_stream import TextStream
 
 if TYPE_CHECKING:
   from kvjax.models.pretrained import Pretrained
@@ -170,9 +171,9 @@ class Chat:
   def _pieces(self, answer: _Answer) -> Iterator[str]:
     """Decodes tokens as they come, or have come while others were asked for."""
     shown, read = 0, 0
-    decode = self._lm.text.decode_stream()
+    stream = TextStream(self._lm.text.decode)
     while len(answer.ids) > read or answer.more():
-      text = decode(answer.ids[read])
+      text = stream.step(answer.ids[read])
       read += 1
       shown += len(text)
       if text:

@@ -4,7 +4,7 @@ import contextlib
 import itertools
 import pathlib
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import tokenizers
@@ -21,8 +21,6 @@ from kvjax.models.json_files import (
 from kvjax.models.templates import ChatTemplate, ChatTemplateError
 
 _PANIC = "PanicException"
-# What a decoder of bytes shows for the first half of a character.
-_INCOMPLETE = "\ufffd"
 _READ = ("bos_token", "eos_token", "pad_token")
 
 _CHATS = {
@@ -191,30 +189,6 @@ class Tokenizer:
     punctuation to the preceding word, is not applied.
     """
     return self._backend.decode([int(i) for i in ids])
-
-  def decode_stream(self) -> Callable[[int], str]:
-    """Returns a function that decodes an answer's tokens one after another.
-
-    It returns the text that a token completes, which is empty as long as bytes
-    of a character are missing. What an answer leaves incomplete is in `decode`
-    only.
-    """
-    # Not `tokenizers.decoders.DecodeStream`, which raises where the bytes of an
-    # answer are no text. A token's text depends on the token before it.
-    ids: list[int] = []
-    before, read = 0, 0
-
-    def step(token: int) -> str:
-      nonlocal before, read
-      ids.append(int(token))
-      known, text = self.decode(ids[before:read]), self.decode(ids[before:])
-      # A special token has no text, so the next one begins where it did.
-      if text.endswith(_INCOMPLETE) or len(text) <= len(known):
-        return ""
-      before, read = read, len(ids)
-      return text[len(known) :]
-
-    return step
 
   @property
   def bos(self) -> str:

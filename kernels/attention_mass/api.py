@@ -7,8 +7,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.kernels.attention.options import PLAIN, AttentionOptions
 from kvjax.kernels.attention_mass.xla import causal_mass_xla, chunk_mass_xla
-from kvjax.kernels.dispatch import Implementation, Programs, dispatch, on_mesh
+from kvjax.kernels.dispatch import Implementation, dispatch, on_mesh
 from kvjax.kernels.mesh_axes import CONTEXT
+from kvjax.kernels.programs import Programs
 
 _CAUSAL = Programs.of(causal_mass_xla)
 # A multiple of all tiles of the programs.

@@ -3,9 +3,10 @@
 import jax
 from jaxtyping import Array, Float, Int, Shaped
 
-from kvjax.kernels.dispatch import Implementation, Programs, dispatch
+from kvjax.kernels.dispatch import Implementation, dispatch
 from kvjax.kernels.gather.compacted import Compacted
 from kvjax.kernels.gather.xla import compact_xla
+from kvjax.kernels.programs import Programs
 
 _PROGRAMS = Programs.of(compact_xla)
 

@@ -6,8 +6,9 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.kernels.attention import Partial, merge_devices
 from kvjax.kernels.attention.options import PLAIN, AttentionOptions
-from kvjax.kernels.dispatch import Implementation, Programs, dispatch, on_mesh
+from kvjax.kernels.dispatch import Implementation, dispatch, on_mesh
 from kvjax.kernels.paged_attention.xla import paged_attention_xla
+from kvjax.kernels.programs import Programs
 from kvjax.kernels.quantized import Quantized
 from kvjax.kernels.stacks import Layer, as_stack
 

@@ -6,8 +6,9 @@ import jax
 from jaxtyping import Array, Float, Int
 
 from kvjax.kernels.attention.options import PLAIN, AttentionOptions
-from kvjax.kernels.dispatch import Implementation, Programs, dispatch, on_mesh
+from kvjax.kernels.dispatch import Implementation, dispatch, on_mesh
 from kvjax.kernels.mesh_axes import CONTEXT
+from kvjax.kernels.programs import Programs
 from kvjax.kernels.prompt_attention.halves import attend_in_halves
 from kvjax.kernels.prompt_attention.neighbors import (
   attend_with_neighbors,

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.kernels.dispatch import Implementation, Programs, dispatch
+from kvjax.kernels.dispatch import Implementation, dispatch
+from kvjax.kernels.programs import Programs
 from kvjax.kernels.select import xla
 
 _LARGEST = Programs.of(xla.largest_xla)

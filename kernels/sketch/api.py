@@ -3,7 +3,8 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from kvjax.kernels.dispatch import Implementation, Programs, dispatch
+from kvjax.kernels.dispatch import Implementation, dispatch
+from kvjax.kernels.programs import Programs
 from kvjax.kernels.sketch import xla
 from kvjax.kernels.sketch.sketched import Sketch, from_chunks
 

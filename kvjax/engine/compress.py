@@ -21,7 +21,6 @@ from kvjax.cache.sharding import gather_tokens, shard_layer, shard_stack
 from kvjax.cache.sparse import SparseLayer
 from kvjax.cache.window import WindowLayer
 from kvjax.calibration.features import score_shape
-from kvjax.engine.model_layers import attach_rotation
 from kvjax.engine.plans import Plan
 from kvjax.engine.prepared import LayerProgram
 from kvjax.engine.rerotation import (
@@ -377,26 +376,3 @@ def _remember(cache: LayerCache, evaluated: Evaluated) -> LayerCache:
     evaluated.received,
     evaluated.window,
   )
-
-
-def empty_block(
-  model: Model, plan: Plan, cache: LayerCache, spec: LayerSpec
-) -> Activations:
-  """Makes activations of a layer for a block without tokens.
-
-  They have what the plan's method requests of the model.
-  """
-  batch, kv_heads, _, dim = cache.keys.shape
-  keys = jnp.zeros((batch, kv_heads, 0, dim), cache.keys.dtype)
-  width = cache.values.shape[-1]
-  sinks = None if cache.window is None else cache.window.sinks
-  block = Activations(
-    queries=jnp.zeros((batch, spec.heads, 0, dim), cache.keys.dtype),
-    keys=keys,
-    values=jnp.zeros((batch, kv_heads, 0, width), cache.values.dtype),
-    positions=jnp.zeros((batch, 0), jnp.int32),
-    # They are stored once per row.
-    sinks=None if sinks is None else sinks[0],
-    attention=spec.attention,
-  )
-  return attach_rotation(model, spec, block).only(plan.activations)

@@ -11,8 +11,10 @@ from kvjax.activations import Activations
 from kvjax.cache.base import Layer
 from kvjax.cache.cache import Cache
 from kvjax.cache.layers import LayerCache
-from kvjax.engine.compress import arrange_for, empty_block, evict_layer
+from kvjax.engine.compress import arrange_for, evict_layer
 from kvjax.engine.forward import Place, States, block_positions, run_layers
+from kvjax.engine.model_layers import attach_rotation
+from kvjax.engine.plans import Plan
 from kvjax.engine.prepared import PreparedPlan
 from kvjax.model import LayerSpec, Model
 
@@ -116,7 +118,7 @@ def evict_all(model: Model, prepared: PreparedPlan, cache: Cache) -> Cache:
       spec: LayerSpec = spec,
     ) -> Any:
       layer: LayerCache = stack.at(index)
-      block = empty_block(model, prepared.plan, layer, spec)
+      block = _empty_block(model, prepared.plan, layer, spec)
       number, capacity = numbers[index], min(prepared.capacity, layer.capacity)
       budget = prepared.budget(number, capacity, cache.protected)
 
@@ -130,3 +132,26 @@ def evict_all(model: Model, prepared: PreparedPlan, cache: Cache) -> Cache:
 
     stacks[number] = jax.lax.fori_loop(0, len(layers), one_layer, stack)
   return dataclasses.replace(cache, stacks=tuple(stacks))
+
+
+def _empty_block(
+  model: Model, plan: Plan, cache: LayerCache, spec: LayerSpec
+) -> Activations:
+  """Makes activations of a layer for a block without tokens.
+
+  They have what the plan's method requests of the model.
+  """
+  batch, kv_heads, _, dim = cache.keys.shape
+  keys = jnp.zeros((batch, kv_heads, 0, dim), cache.keys.dtype)
+  width = cache.values.shape[-1]
+  sinks = None if cache.window is None else cache.window.sinks
+  block = Activations(
+    queries=jnp.zeros((batch, spec.heads, 0, dim), cache.keys.dtype),
+    keys=keys,
+    values=jnp.zeros((batch, kv_heads, 0, width), cache.values.dtype),
+    positions=jnp.zeros((batch, 0), jnp.int32),
+    # They are stored once per row.
+    sinks=None if sinks is None else sinks[0],
+    attention=spec.attention,
+  )
+  return attach_rotation(model, spec, block).only(plan.activations)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 from kvjax.errors import InputError, InputWarning
 from kvjax.methods.base import Method
+from kvjax.methods.traits import Traits
 from kvjax.names import name_of
 from kvjax.options.budgets import Threshold
 
@@ -32,6 +33,27 @@ def check_channels(method: Method, parts: Mapping[str, bool]) -> None:
       f"{name_of(method)} drops channels of the kept keys of each layer, once "
       "the layer has read the prompt; it cannot work with "
       f"{' and '.join(found)}."
+    )
+
+
+def check_target(name: str, traits: Traits, count: int) -> None:
+  """Refuses a target while decoding that what always stays exceeds.
+
+  Args:
+    name: name of the method.
+    traits: its traits.
+    count: tokens to evict to.
+
+  Raises:
+    InputError: it keeps more.
+  """
+  least = traits.protects + traits.sinks
+  if count < least:
+    numbers = {"first": traits.sinks, "last": traits.protects}
+    parts = [f"the {which} {n}" for which, n in numbers.items() if n]
+    raise InputError(
+      f"{name} always keeps {' and '.join(parts)} tokens; evict to {least} "
+      f"tokens or more while decoding, not {count}, or set its options lower."
     )
 
 

@@ -8,7 +8,11 @@ from kvjax.allocation.base import Allocation
 from kvjax.allocation.by_threshold import ByThreshold
 from kvjax.cache.layers import KV_DTYPES
 from kvjax.calibration.record import Calibrated
-from kvjax.engine.plan_conflicts import check_channels, warn_of_threshold
+from kvjax.engine.plan_conflicts import (
+  check_channels,
+  check_target,
+  warn_of_threshold,
+)
 from kvjax.errors import InputError
 from kvjax.methods.base import Method
 from kvjax.methods.traits import Traits
@@ -310,26 +314,7 @@ class Plan:
       )
     self.spread.check_recursive(self.fixed_budget, self.name)
     if self.schedule.every is not None and isinstance(self.budget, Tokens):
-      self._check_target(self.budget.count)
-
-  def _check_target(self, count: int) -> None:
-    """Refuses a target while decoding that what always stays exceeds."""
-    traits = self.method.traits
-    least = traits.protects + traits.sinks
-    if count < least:
-      parts = [
-        f"the {which} {number}"
-        for which, number in (
-          ("first", traits.sinks),
-          ("last", traits.protects),
-        )
-        if number
-      ]
-      raise InputError(
-        f"{self.name} always keeps {' and '.join(parts)} tokens; evict to "
-        f"{least} tokens or more while decoding, not {count}, or set its "
-        "options lower."
-      )
+      check_target(self.name, traits, self.budget.count)
 
   def _check_calibrated(self, budget: Calibrated) -> None:
     budget.calibration.check(self.prompt_label, self.per_query_head)

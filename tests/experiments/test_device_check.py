@@ -12,7 +12,8 @@ from kvjax.experiments.inputs import run_inputs
 from kvjax.experiments.run import kernel_failures
 from kvjax.experiments.timing import kernel_checks
 from kvjax.kernels import tuning
-from kvjax.kernels.dispatch import Programs, dispatch
+from kvjax.kernels.dispatch import dispatch
+from kvjax.kernels.programs import Programs
 from kvjax.kernels.specs import Spec
 
 

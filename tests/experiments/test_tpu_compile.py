@@ -21,7 +21,8 @@ from kvjax.experiments.tpu import (
 from kvjax.experiments.tpu.programs import Outcome, compiled, find_fault
 from kvjax.experiments.tpu.published import LLAMA
 from kvjax.kernels.compiled.footprints import Footprint
-from kvjax.kernels.dispatch import Programs, dispatch
+from kvjax.kernels.dispatch import dispatch
+from kvjax.kernels.programs import Programs
 from kvjax.kernels.specs import Spec
 
 

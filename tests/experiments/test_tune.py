@@ -13,7 +13,8 @@ from kvjax.experiments.inputs import run_inputs
 from kvjax.experiments.run import tuned_tables
 from kvjax.experiments.timing import kernel_choices, kernel_timing
 from kvjax.kernels import tuning
-from kvjax.kernels.dispatch import Programs, dispatch
+from kvjax.kernels.dispatch import dispatch
+from kvjax.kernels.programs import Programs
 from kvjax.kernels.select import largest
 from kvjax.kernels.specs import Choices, Spec
 

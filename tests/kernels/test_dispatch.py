@@ -11,9 +11,10 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType
 
 from kvjax import kernels
-from kvjax.kernels.dispatch import Programs, dispatch, target_platform
+from kvjax.kernels.dispatch import dispatch, target_platform
 from kvjax.kernels.gather import compact
 from kvjax.kernels.paged_attention import paged_attention
+from kvjax.kernels.programs import Programs
 from kvjax.kernels.prompt_attention import api as prompt_attention_api
 from kvjax.kernels.prompt_attention import prompt_attention
 from kvjax.kernels.sparse_decode import sparse_decode

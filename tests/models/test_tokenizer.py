@@ -3,7 +3,6 @@
 import datetime
 import json
 import pathlib
-import random
 import shutil
 import warnings
 
@@ -318,55 +317,3 @@ def test_templates_that_do_not_serve(directory, source, sentence):
   tokenizer = _with_template(directory, source)
   with pytest.raises(InputError, match=sentence):
     tokenizer.split_chat("text")
-
-
-def _of_bytes_and_words():
-  """A tokenizer like Llama 2's: spaces are marked, the first is dropped."""
-  vocab = {"<s>": 0, "</s>": 1, "<unk>": 2}
-  vocab |= {f"<0x{byte:02X}>": 3 + byte for byte in range(256)}
-  for word in ("▁", "▁Hello", "▁world", "wor", ",", "é", "▁▁", "a"):
-    vocab[word] = len(vocab)
-  backend = tokenizers.Tokenizer(
-    tokenizers.models.BPE(vocab, [], byte_fallback=True, unk_token="<unk>")
-  )
-  backend.add_special_tokens(["<s>", "</s>"])
-  backend.decoder = tokenizers.decoders.Sequence(
-    [
-      tokenizers.decoders.Replace("▁", " "),
-      tokenizers.decoders.ByteFallback(),
-      tokenizers.decoders.Fuse(),
-      tokenizers.decoders.Strip(" ", 1, 0),
-    ]
-  )
-  return Tokenizer(backend, {}), len(vocab)
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_a_stream_is_the_text_in_pieces(seed):
-  tokenizer, size = _of_bytes_and_words()
-  rng = random.Random(seed)
-  ids = []
-  for _ in range(40):
-    # A character in several bytes, a special token or a word.
-    character = [3 + byte for byte in "🦊".encode()]
-    ids += rng.choice(
-      [character, [rng.randrange(2)], [rng.randrange(259, size)]]
-    )
-  decode = tokenizer.decode_stream()
-  pieces = [decode(token) for token in ids]
-  assert "".join(pieces) == tokenizer.decode(ids)
-  assert not any("\ufffd" in piece for piece in pieces)
-
-
-def test_a_stream_decodes_each_token_a_few_times(monkeypatch):
-  tokenizer, _ = _of_bytes_and_words()
-  decoded, decode = [], tokenizer.decode
-
-  def counted(ids):
-    decoded.append(len(ids))
-    return decode(ids)
-
-  monkeypatch.setattr(tokenizer, "decode", counted)
-  step = tokenizer.decode_stream()
-  assert "".join(step(260) for _ in range(500)) == " ".join(["Hello"] * 500)
-  assert sum(decoded) < 5 * 500
