@@ -23,8 +23,9 @@ class Pyramid(Allocation):
   layers, so that the mean over the layers is exactly B.
 
   A retention r means base = r n, and a layer's number includes its window. If a
-  layer could then not keep the window, all layers keep the same number. In both
-  forms max is at most n - W, and the difference goes to the highest layer.
+  layer could then not keep the window, or kept nothing in either form, all
+  layers keep the same number. In both forms max is at most n - W, and the
+  difference goes to the highest layer.
 
   Source: Cai et al., arXiv 2406.02069; the retention form follows kvpress.
 
@@ -116,5 +117,5 @@ class Pyramid(Allocation):
     shares += (adjustable & (place < np.abs(remaining))) * np.sign(remaining)
     # With a mean above n - W there is nothing to spread.
     uneven = (total < lengths) & (base > 0) & (sizes.layers > 1)
-    uneven &= (top >= inside) & (bottom >= top)
+    uneven &= (top >= inside) & (bottom >= top) & (shares[-1] + outside > 0)
     return np.where(uneven, shares + outside, total).astype(np.int32)

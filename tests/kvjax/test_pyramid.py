@@ -108,6 +108,14 @@ def test_retention_too_small_for_the_window_is_even():
   assert layer_kept(kvjax.Retention(0.1), 100, 4) == (10,) * 4
 
 
+@pytest.mark.parametrize(
+  "budget", [kvjax.Tokens(7), kvjax.Retention(0.05), kvjax.Retention(0.02)]
+)
+def test_no_layer_is_left_without_a_token(budget):
+  kept = layer_kept(budget, 150, 7, Pyramid(Uniform()))
+  assert kept == (budget.num_kept(150),) * 7
+
+
 @pytest.mark.parametrize("budget", [kvjax.Tokens(3), kvjax.Tokens(200)])
 def test_even_where_there_is_nothing_to_spread(budget):
   assert layer_kept(budget, 150, 4) == (budget.num_kept(150),) * 4
