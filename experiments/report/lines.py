@@ -129,8 +129,9 @@ def _draw_intervals(axes: Axes, line: Line) -> None:
 def draw_labels(axes: Axes, lines: Sequence[Line]) -> None:
   """Labels the lines at the right, each as close to its end as possible."""
   lines = sorted(lines, key=lambda line: [p.score for p in line.points[::-1]])
-  heights = spread([_end(line) for line in lines])
-  labeled = list(zip(heights, lines, strict=True))
+  share = axes.get_ylim()[1] / heights(100)[1]
+  places = [share * at for at in spread([_end(line) / share for line in lines])]
+  labeled = list(zip(places, lines, strict=True))
   for score, group in itertools.groupby(labeled, lambda one: _end(one[1])):
     _draw_leader(axes, score, [height for height, _ in group])
   for height, line in labeled:
@@ -152,6 +153,11 @@ def draw_labels(axes: Axes, lines: Sequence[Line]) -> None:
       va="center",
       parse_math=False,
     )
+
+
+def heights(top: float) -> tuple[float, float]:
+  """Limits of an axis of scores up to `top`, with room for markers."""
+  return -0.03 * top, 1.03 * top
 
 
 def _end(line: Line) -> float:

@@ -16,6 +16,8 @@ from kvjax.experiments.run.candidates import FULL
 
 # Minimum distance of two ticks, as a share of the axis.
 _TICKS = 0.09
+# Ends of axes of scores.
+_TOPS = (20, 30, 40, 50, 60, 80, 100)
 # Font size of the title in points, and its letters per inch.
 _TITLE, _LETTERS = 9, 14
 
@@ -158,13 +160,25 @@ def _draw(
   axes.xaxis.set_major_formatter(FixedFormatter([ticks[x] for x in shown]))
   axes.xaxis.set_minor_locator(NullLocator())
   axes.set_xlabel(f"{cost}{_explained(drawn)}")
-  _draw_lines(axes, drawn, score)
+  _draw_lines(axes, drawn, score, _top(drawn))
   return figure
 
 
-def _draw_lines(axes: Axes, drawn: Sequence[Line], label: str) -> None:
-  axes.set_ylim(-3, 103)
-  axes.set_yticks(range(0, 101, 20))
+def _top(drawn: Sequence[Line]) -> int:
+  """The lowest of `_TOPS` that no point or bar is above."""
+  highest = max(
+    max((point.score, *(point.interval or ())))
+    for line in drawn
+    for point in line.points
+  )
+  return next((top for top in _TOPS if highest <= top), 100)
+
+
+def _draw_lines(
+  axes: Axes, drawn: Sequence[Line], label: str, top: int = 100
+) -> None:
+  axes.set_ylim(*lines.heights(top))
+  axes.set_yticks(range(0, top + 1, 20 if top > 60 else 10))
   axes.set_ylabel(label)
   axes.grid(axis="y", color="#E4E4E4", linewidth=0.8)
   axes.set_axisbelow(True)

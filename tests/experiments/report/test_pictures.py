@@ -97,6 +97,18 @@ def test_points_stand_at_what_was_kept_or_read(answer, record):
   assert left > 1024 * 800 > 1024 * 80 > right
 
 
+@pytest.mark.parametrize(("score", "top"), [(12.0, 20), (47.0, 50), (63.0, 80)])
+def test_low_scores_fill_the_picture(answer, record, score, top):
+  found = record(
+    [answer("full", score=score), answer("quest", score=score / 2)]
+  )
+  figure = score_plots.score_vs_retention(found._replace(answers=[]))
+  check_readable(figure)
+  (axes,) = figure.axes
+  np.testing.assert_allclose(axes.get_ylim(), (-0.03 * top, 1.03 * top))
+  assert axes.get_yticks()[-1] == top
+
+
 def test_points_of_one_retention_stand_at_one_place_with_their_intervals(
   answer, record
 ):
