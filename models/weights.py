@@ -242,7 +242,7 @@ def _read(
         place = tuple(each.index(number) for number, each in own)
         source = files[piece.name].get_slice(piece.name)
         # A slice of the file, so that only this shard is read.
-        _copy(values[place], piece.read(source, index[leading:]))
+        _copy(values[(*place, ...)], piece.read(source, index[leading:]))
     return values
 
   if sharding is None:

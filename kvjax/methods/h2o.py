@@ -46,7 +46,7 @@ class H2O(ScoringMethod):
 
   @property
   def traits(self) -> Traits:
-    """Its scores are weights of attention."""
+    """Its scores are weights of attention, with `paper_postproc` of values."""
     return Traits(weighs=not self.paper_postproc)
 
   def scores(

@@ -12,9 +12,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
-import tokenizers
 from flax import nnx
 from jax.sharding import PartitionSpec
+from model_directories import copied_model, edit, word_tokenizer
 
 from kvjax.cache.sharding import parse_mesh
 from kvjax.engine.sampling import GREEDY, Sampling
@@ -23,7 +23,6 @@ from kvjax.models import tensor_files
 from kvjax.models.language_model import from_decoder
 from kvjax.models.lora import add_adapters
 from kvjax.models.pretrained import Pretrained, load, load_decoder, save
-from kvjax.models.tokenizer import Tokenizer
 from kvjax.models.weights import write_weights
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "transformers"
@@ -35,38 +34,12 @@ FAMILIES = sorted(path.stem for path in GOLDEN.glob("*.npz"))
 
 @pytest.fixture
 def directory(tmp_path):
-  """A copy of a golden model with a tokenizer, to be damaged."""
-  target = tmp_path / "model"
-  shutil.copytree(GOLDEN / "llama31", target)
-  _tokenizer().save(target)
-  return target
+  return copied_model(tmp_path)
 
 
 def test_a_path_may_begin_with_the_home_directory(directory, monkeypatch):
   monkeypatch.setenv("HOME", str(directory.parent))
   assert load(f"~/{directory.name}").config == load(directory).config
-
-
-def _tokenizer(size=80):
-  words = {f"w{i}": i for i in range(size - 3)}
-  words |= {"<s>": size - 3, "</s>": size - 2, "<unk>": size - 1}
-  backend = tokenizers.Tokenizer(
-    tokenizers.models.WordLevel(words, unk_token="<unk>")
-  )
-  backend.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-  return Tokenizer(backend, {"bos_token": "<s>", "eos_token": "</s>"})
-
-
-def _edit(path, change):
-  """Applies `change` to the tensors of a file."""
-  tensors = safetensors.numpy.load_file(path)
-  change(tensors)
-  safetensors.numpy.save_file(tensors, path, metadata={"format": "pt"})
-
-
-def _edit_config(directory, **fields):
-  path = directory / "config.json"
-  path.write_text(json.dumps(json.loads(path.read_text()) | fields))
 
 
 def _assert_equal_trees(a, b):
@@ -135,7 +108,7 @@ def test_saving_replaces_the_old_model_and_keeps_other_files(directory):
   (directory / "chat_template.jinja").write_text("old")
   model = load(directory, "float32")
   plain = Pretrained(
-    model.model, model.params, model.config, _tokenizer(), model.generation
+    model.model, model.params, model.config, word_tokenizer(), model.generation
   )
   save(plain, directory, max_shard_bytes=20_000)
   assert not (directory / WHOLE).exists()
@@ -160,7 +133,7 @@ def test_half_precision_files_load_as_asked(directory, source, dtype):
   def narrow(tensors):
     tensors |= {name: x.astype(source) for name, x in tensors.items()}
 
-  _edit(directory / WHOLE, narrow)
+  edit(directory / WHOLE, narrow)
   scale = load_decoder(directory, dtype)[1]["norm"]["scale"][...]
   stored = safetensors.numpy.load_file(directory / WHOLE)[NORM]
   assert stored.dtype == source
@@ -215,7 +188,7 @@ def test_leftovers_of_other_programs_are_passed_over(directory):
     name = "model.layers.0.self_attn.rotary_emb.inv_freq"
     tensors[name] = np.ones(8, np.float32)
 
-  _edit(directory / WHOLE, add)
+  edit(directory / WHOLE, add)
   _assert_equal_trees(load_decoder(directory, "float32")[1], before)
 
 
@@ -229,9 +202,9 @@ def test_a_tied_output_matrix_may_be_stored_only_if_it_is_equal(tmp_path):
   def change(tensors):
     tensors["lm_head.weight"][3, 4] += 1
 
-  _edit(target / WHOLE, repeat)
+  edit(target / WHOLE, repeat)
   load_decoder(target, "float32")
-  _edit(target / WHOLE, change)
+  edit(target / WHOLE, change)
   with pytest.raises(InputError, match=r"hold the tensor lm_head\.weight"):
     load_decoder(target, "float32")
 
@@ -251,178 +224,8 @@ def test_generation_defaults(directory):
   assert load(directory).sampling == GREEDY
 
 
-def _damage_no_directory(directory):
-  shutil.rmtree(directory)
-
-
-def _damage_no_config(directory):
-  (directory / "config.json").unlink()
-
-
-def _damage_config_not_json(directory):
-  (directory / "config.json").write_text("{")
-
-
-def _damage_config_not_an_object(directory):
-  (directory / "config.json").write_text("[]")
-
-
-def _damage_config_unreadable(directory):
-  # A regular file whose first byte can be read by nobody.
-  (directory / "config.json").unlink()
-  (directory / "config.json").symlink_to("/proc/self/mem")
-
-
-def _damage_config_encoding(directory):
-  (directory / "config.json").write_bytes(b'{"model_type": "\xff"}')
-
-
-def _damage_index(directory):
-  (directory / WHOLE).unlink()
-  (directory / INDEX).write_text(json.dumps({"weight_map": [WHOLE]}))
-
-
-def _damage_index_entry(directory):
-  (directory / WHOLE).unlink()
-  (directory / INDEX).write_text(json.dumps({"weight_map": {NORM: [WHOLE]}}))
-
-
-def _damage_architecture(directory):
-  _edit_config(directory, model_type="gpt2")
-
-
-def _damage_no_weights(directory):
-  (directory / WHOLE).unlink()
-
-
-def _damage_pointer(directory):
-  (directory / WHOLE).write_text("version https://git-lfs.github.com/spec/v1")
-
-
-def _damage_truncated(directory):
-  content = (directory / WHOLE).read_bytes()
-  (directory / WHOLE).write_bytes(content[:-8])
-
-
-def _damage_shard(directory):
-  model, params = load_decoder(directory, "float32")
-  (directory / WHOLE).unlink()
-  write_weights(params, model.config, directory, 30_000)
-  sorted(directory.glob("model-00002-of-*"))[0].unlink()
-
-
-def _damage_missing(directory):
-  _edit(directory / WHOLE, lambda tensors: tensors.pop(NORM))
-
-
-def _damage_unexpected(directory):
-  def add(tensors):
-    tensors["model.layers.0.self_attn.q_proj.bias"] = np.ones(64, np.float32)
-
-  _edit(directory / WHOLE, add)
-
-
-def _damage_shape(directory):
-  _edit_config(directory, intermediate_size=40)
-
-
-def _damage_quantized(directory):
-  def quantize(tensors):
-    tensors[NORM] = tensors[NORM].astype(np.int8)
-
-  _edit(directory / WHOLE, quantize)
-
-
-def _damage_config_is_a_directory(directory):
-  (directory / "config.json").unlink()
-  (directory / "config.json").mkdir()
-
-
-def _damage_config_digits(directory):
-  (directory / "config.json").write_text('{"vocab_size": ' + "9" * 5000 + "}")
-
-
-def _damage_huge_size(directory):
-  _edit_config(directory, intermediate_size=2**31 - 1)
-
-
-def _damage_nan(directory):
-  def spoil(tensors):
-    name = "model.layers.1.mlp.up_proj.weight"
-    tensors[name] = tensors[name].copy()
-    tensors[name][2, 3] = np.nan
-
-  _edit(directory / WHOLE, spoil)
-
-
-def _damage_infinite(directory):
-  def spoil(tensors):
-    tensors[NORM] = np.full_like(tensors[NORM], -np.inf)
-
-  _edit(directory / WHOLE, spoil)
-
-
-def _damage_eos_beyond(directory):
-  (directory / "generation_config.json").write_text('{"eos_token_id": [2, 80]}')
-
-
-def _damage_eos_below(directory):
-  (directory / "generation_config.json").unlink()
-  _edit_config(directory, eos_token_id=-1)
-
-
-def _damage_tokenizer_is_a_directory(directory):
-  (directory / "tokenizer.json").unlink()
-  (directory / "tokenizer.json").mkdir()
-
-
-@pytest.mark.parametrize(
-  ("damage", "sentence"),
-  [
-    (_damage_no_directory, r"There is no model .*model.; give the path of a"),
-    (_damage_no_config, r"model has no config\.json; a model directory"),
-    (_damage_config_not_json, r"config\.json is not valid JSON"),
-    (_damage_config_not_an_object, r"config\.json must hold a JSON object"),
-    (_damage_config_unreadable, r"config\.json cannot be read: "),
-    (_damage_config_encoding, r"config\.json is not text in UTF-8"),
-    (_damage_index, r"index\.json must have a weight_map that gives each"),
-    (_damage_index_entry, r"index\.json must have a weight_map that gives"),
-    (_damage_architecture, r"'gpt2', which is not supported; supported are"),
-    (_damage_no_weights, r"has no weights; it should hold model\.safetensors"),
-    (_damage_pointer, r"not a complete safetensors file .*fetch it again"),
-    (_damage_truncated, r"not a complete safetensors file .*fetch it again"),
-    (_damage_shard, r"lacks the shard model-00002-of-\d{5}\.safetensors that"),
-    (_damage_missing, r"lack the tensor model\.norm\.weight"),
-    (_damage_unexpected, r"tensor model\.layers\.0\.self_attn\.q_proj\.bias,"),
-    (_damage_shape, r"shape \(32, 48\); config\.json asks for \(32, 40\)"),
-    (_damage_quantized, r"stored as I8; only F32, F16, BF16 are read"),
-    (_damage_config_is_a_directory, r"config\.json cannot be read: Is a dir"),
-    (_damage_config_digits, r"config\.json is not valid JSON"),
-    (_damage_huge_size, r"config\.json asks for \(32, 2147483647\)"),
-    (_damage_nan, r"layers\.1\.mlp\.up_proj\.weight in .* holds NaN or inf"),
-    (_damage_infinite, r"model\.norm\.weight in .* holds NaN or infinite"),
-    (_damage_eos_beyond, r"ends with the id 80 .* embeds 80 tokens only"),
-    (_damage_eos_below, r"ends with the id -1 .* embeds 80 tokens only"),
-    (_damage_tokenizer_is_a_directory, r"tokenizer\.json cannot be read: Is"),
-  ],
-)
-def test_a_damaged_directory_gets_one_sentence(directory, damage, sentence):
-  load(directory, "float32")
-  damage(directory)
-  with pytest.raises(InputError, match=sentence) as caught:
-    load(directory, "float32")
-  assert "\n" not in str(caught.value)
-  assert str(caught.value).endswith(".")
-
-
-def test_what_is_not_finite_is_found_on_a_mesh(directory):
-  _damage_nan(directory)
-  with pytest.raises(InputError, match=r"layers\.1\.mlp\.up_proj\.weight in"):
-    load_decoder(directory, "float32", parse_mesh("data:2,model:2"))
-
-
 def test_ids_that_are_not_embedded_may_be_there_but_not_in_a_prompt(directory):
-  _tokenizer(83).save(directory)
+  word_tokenizer(83).save(directory)
   lm = load(directory, "float32")
   assert lm.tokenizer.encode("w7 w79") == [7, 79]
   with pytest.raises(InputError) as caught:
