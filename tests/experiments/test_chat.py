@@ -45,6 +45,7 @@ def test_a_stream_is_the_answer_in_pieces(tiny):
   chat, other = (tiny.compress(TEXT, "keydiff", 0.5) for _ in range(2))
   for question in QUESTIONS:
     pieces = list(chat.ask(question, 8, stream=True))
+    assert all(pieces)
     assert len(pieces) > 2
     assert "".join(pieces) == other.ask(question, 8)
 

@@ -19,7 +19,7 @@ from model_directories import copied_model, edit, word_tokenizer
 from kvjax.cache.sharding import parse_mesh
 from kvjax.engine.sampling import GREEDY, Sampling
 from kvjax.errors import InputError
-from kvjax.models import tensor_files
+from kvjax.models import tensor_files, weights
 from kvjax.models.language_model import from_decoder
 from kvjax.models.lora import add_adapters
 from kvjax.models.pretrained import Pretrained, load, load_decoder, save
@@ -139,6 +139,15 @@ def test_half_precision_files_load_as_asked(directory, source, dtype):
   assert stored.dtype == source
   assert scale.dtype == dtype
   np.testing.assert_array_equal(scale, stored.astype(dtype))
+
+
+def test_transposed_matrices_are_read_a_few_rows_at_a_time(
+  directory, monkeypatch
+):
+  _, whole = load_decoder(directory, "float32")
+  monkeypatch.setattr(weights, "_ROWS", 7)  # no divisor of any size
+  _, found = load_decoder(directory, "float32")
+  _assert_equal_trees(found, whole)
 
 
 def test_each_device_reads_its_part_of_a_sharded_parameter():
