@@ -152,7 +152,7 @@ class Allocation(abc.ABC):
     """
     return False
 
-  def goes_on(self, earlier: "Allocation", *, same_budget: bool) -> bool:
+  def can_follow(self, earlier: "Allocation", *, same_budget: bool) -> bool:
     """Whether it can evict while decoding from what another allocation left.
 
     Args:

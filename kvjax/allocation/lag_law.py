@@ -41,7 +41,7 @@ class LagLaw(Allocation):
     """True: a share of every partition."""
     return True
 
-  def goes_on(self, earlier: Allocation, *, same_budget: bool) -> bool:
+  def can_follow(self, earlier: Allocation, *, same_budget: bool) -> bool:
     """Only from the same law: what it has kept once has a fixed size."""
     return same_budget and earlier == self
 

@@ -283,7 +283,7 @@ class Plan:
       )
     elif self.per_query_head != later.per_query_head:
       reason = "both plans need the same per_query_head"
-    elif not self.method.traits.keeps_all and not later.spread.goes_on(
+    elif not self.method.traits.keeps_all and not later.spread.can_follow(
       self.spread, same_budget=self.budget == later.budget
     ):
       reason = (

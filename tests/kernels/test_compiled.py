@@ -9,13 +9,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from made_up_kernel import twice
 
+from kvjax import kernels
 from kvjax.kernels.compiled.hlo import Module
 from kvjax.kernels.compiled.host_arrays import copied_from_host
 from kvjax.kernels.compiled.kernel_traffic import KernelTraffic, kernels_in
 from kvjax.kernels.compiled.loops import turns
 from kvjax.kernels.compiled.overlap import overlap
 from kvjax.kernels.compiled.traffic import traffic
-from kvjax.kernels.sparse_decode.tpu import sparse_decode_tpu
+from kvjax.kernels.sparse_decode import sparse_decode
 
 # What libtpu writes, shortened: 1,024 bfloat16 weights in four rows, fetched
 # ahead in two parts, and a loop that reads a slot and writes another.
@@ -379,14 +380,14 @@ def test_of_a_cache_the_listed_rows_count_with_their_words(
 ):
   lists, most, dim = 2, 256, 128
   shape = jax.ShapeDtypeStruct((1, 1, lists, length, dim), jnp.bfloat16)
-  run = functools.partial(sparse_decode_tpu, bias=None, page=page)
-  traced = jax.jit(run).trace(
-    jax.ShapeDtypeStruct((1, 4 * lists, dim), jnp.bfloat16),
-    shape,
-    shape,
-    jax.ShapeDtypeStruct((1, lists, most), jnp.int32),
-    layer=jax.ShapeDtypeStruct((), jnp.int32),
-  )
+  with kernels.use("pallas", "tpu"):
+    traced = jax.jit(functools.partial(sparse_decode, page=page)).trace(
+      jax.ShapeDtypeStruct((1, 4 * lists, dim), jnp.bfloat16),
+      shape,
+      shape,
+      jax.ShapeDtypeStruct((1, lists, most), jnp.int32),
+      layer=jax.ShapeDtypeStruct((), jnp.int32),
+    )
   (found,) = kernels_in(traced.jaxpr)
   keys_and_values = 2
   row = dim * jnp.dtype(jnp.bfloat16).itemsize
