@@ -239,10 +239,12 @@ def _read(
     for piece in pieces:
       own = list(zip(piece.index, ranges[:leading], strict=True))
       if all(number in each for number, each in own):
-        place = tuple(each.index(number) for number, each in own)
+        leads = (each.index(number) for number, each in own)
+        # A view, even of a single number.
+        place: tuple[Any, ...] = (*leads, ...)
         source = files[piece.name].get_slice(piece.name)
         # A slice of the file, so that only this shard is read.
-        _copy(values[(*place, ...)], piece.read(source, index[leading:]))
+        _copy(values[place], piece.read(source, index[leading:]))
     return values
 
   if sharding is None:

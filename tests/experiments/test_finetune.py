@@ -327,7 +327,7 @@ def test_a_mesh_learns_what_one_device_does(shallow):
 
 
 @pytest.mark.slow
-def test_the_program_writes_a_model_that_is_loaded_and_can_follow(
+def test_the_program_writes_a_model_that_is_loaded_and_goes_on(
   run_binary, tiny_directory, tiny, folder, tmp_path
 ):
   def run(*flags):

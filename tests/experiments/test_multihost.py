@@ -94,7 +94,7 @@ def test_a_mesh_of_both_hosts_answers_what_one_device_answers(
 @pytest.mark.parametrize(
   ("mesh", "samples"), [((), 40), (("--mesh=model:4",), 8)]
 )
-def test_a_run_that_has_lost_a_host_can_follow(
+def test_a_run_that_has_lost_a_host_goes_on(
   tiny_directory, tmp_path, port, mesh, samples
 ):
   given = (*arguments(tiny_directory, samples), *mesh)

@@ -70,7 +70,7 @@ def test_two_hosts_train_what_one_trains(
 
 
 @pytest.mark.slow
-def test_training_that_has_lost_a_host_can_follow(
+def test_training_that_has_lost_a_host_goes_on(
   run_binary, tiny_directory, documents, tmp_path, port
 ):
   given = (f"--model={tiny_directory}", f"--documents={documents}")
