@@ -98,6 +98,14 @@ def age(valid: Bool[Array, "*B T"]) -> Int[Array, "*B T"]:
   return jnp.cumsum(newest_first, axis=-1)[..., ::-1]
 
 
+def last_tokens(
+  valid: Bool[Array, "*B T"], number: int | Int[Array, "*#B"]
+) -> Bool[Array, "*B T"]:
+  """Mask of the last `number` tokens, or of all if there are fewer."""
+  limit = number if isinstance(number, int) else number[..., None]
+  return valid & (age(valid) <= limit)
+
+
 def newest(
   valid: Bool[Array, "B K T"],
   must_keep: Bool[Array, "B K T"],

@@ -48,6 +48,7 @@ _SUFFIXES = (
   "_dropout_prob",
   "_init",
   "_loss_coef",
+  "_loss_scale",
   "_pdrop",
   "_token",
   "_token_id",
@@ -72,6 +73,7 @@ _SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
   "attention_chunk_size": (),
   "attn_logit_cap": (),
   "attn_temperature_tuning": (False, 0),
+  "gated_mlp": (True,),
   "index_topk": (),
   "is_causal": (True,),
   "kv_lora_rank": (),
@@ -82,8 +84,12 @@ _SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
   "position_embedding_type": ("rope", "rotary"),
   "post_norm": (False,),
   "query_key_norm": (False,),
+  "rope_pct": (1,),
+  "rope_ratio": (1,),
+  "rope_type": ("default",),
   "use_cross_layer_kv_sharing": (False,),
   "use_rope": (True,),
+  "use_rotary_emb": (True,),
   "v_head_dim": (),
 }
 

@@ -3,5 +3,3 @@
 from kvjax.kernels.sketch.api import leverage_rows as leverage_rows
 from kvjax.kernels.sketch.api import sketch as sketch
 from kvjax.kernels.sketch.sketched import Sketch as Sketch
-from kvjax.kernels.sketch.sketched import by_chunk as by_chunk
-from kvjax.kernels.sketch.sketched import from_chunks as from_chunks

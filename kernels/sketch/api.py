@@ -3,10 +3,11 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from kvjax.kernels.chunks import from_chunks
 from kvjax.kernels.dispatch import Implementation, dispatch
 from kvjax.kernels.programs import Programs
 from kvjax.kernels.sketch import xla
-from kvjax.kernels.sketch.sketched import Sketch, from_chunks
+from kvjax.kernels.sketch.sketched import Sketch
 
 _SKETCH = Programs.of(xla.sketch)
 _ROWS = Programs.of(xla.leverage_rows)

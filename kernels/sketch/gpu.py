@@ -11,17 +11,12 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Float
 
+from kvjax.kernels.chunks import by_chunk
 from kvjax.kernels.sketch.gpu_leverage import leverage_tiles
 from kvjax.kernels.sketch.gpu_sketch import sketch_tiles
 from kvjax.kernels.sketch.gpu_work import STAGES, TILE, Work
 from kvjax.kernels.sketch.pieces import pieces
-from kvjax.kernels.sketch.sketched import (
-  Sketch,
-  by_chunk,
-  centered,
-  identity,
-  near_mean,
-)
+from kvjax.kernels.sketch.sketched import Sketch, centered, identity, near_mean
 
 
 def sketch(

@@ -3,7 +3,8 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from kvjax.kernels.sketch.sketched import Sketch, by_chunk, from_chunks
+from kvjax.kernels.chunks import by_chunk, from_chunks
+from kvjax.kernels.sketch.sketched import Sketch
 
 
 def sketch_reference(

@@ -10,7 +10,8 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float
 
 from kvjax.kernels import tuning
-from kvjax.kernels.sketch.sketched import Sketch, by_chunk, identity, near_mean
+from kvjax.kernels.chunks import by_chunk
+from kvjax.kernels.sketch.sketched import Sketch, identity, near_mean
 
 
 def sketch(

@@ -3,7 +3,8 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from kvjax.kernels.sketch.sketched import Sketch, by_chunk, near_mean
+from kvjax.kernels.chunks import by_chunk
+from kvjax.kernels.sketch.sketched import Sketch, near_mean
 
 
 def sketch(

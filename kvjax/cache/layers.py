@@ -196,6 +196,17 @@ class LayerCache(Slots):
   received: Float[Array, "B K T"] | None = None
   window: ObservationWindow | None = None
 
+  @property
+  def float_keys(self) -> Float[Array, "B K T D"]:
+    """Float32 keys; zero in empty slots."""
+    return jnp.where(self.valid[..., None], self.keys.astype(jnp.float32), 0.0)
+
+  @property
+  def float_values(self) -> Float[Array, "B K T Dv"]:
+    """Float32 values; zero in empty slots."""
+    values = self.values.astype(jnp.float32)
+    return jnp.where(self.valid[..., None], values, 0.0)
+
   @classmethod
   def of(cls, activations: Activations) -> "LayerCache":
     """Makes a cache of a block alone."""

@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.activations import Activations
@@ -54,11 +53,10 @@ class ChunkAttention(ScoringMethod):
   ) -> Float[Array, "B K T"]:
     """Computes the attention that keys receive, averaged over neighbors."""
     del layer
-    values = cache.values.astype(jnp.float32)
     return noncausal_attention(
       activations.queries,
       cache.keys,
-      jnp.where(cache.valid[..., None], values, 0.0),
+      cache.float_values,
       cache.valid,
       chunk=self.chunk,
       options=activations.attention,

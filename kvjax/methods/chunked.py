@@ -10,6 +10,7 @@ from kvjax.activations import Activations
 from kvjax.allocation.per_chunk import PerChunk
 from kvjax.cache.layers import LayerCache
 from kvjax.errors import InputError
+from kvjax.kernels.chunks import by_chunk
 from kvjax.kernels.select import slots_to_mask
 from kvjax.methods.base import LayerBudget, Method
 from kvjax.methods.traits import Traits
@@ -158,8 +159,5 @@ class Chunked(Method):
 
   def _split(self, x: Shaped[Array, "B H T *D"]) -> Shaped[Array, "R H c *D"]:
     """Cuts the slots of all rows into R = B C chunks, filled with zeros."""
-    batch, heads, slots, *rest = x.shape
-    width = self._width(slots)
-    padding = [(0, 0), (0, 0), (0, -slots % width), *[(0, 0)] * len(rest)]
-    chunks = jnp.pad(x, padding).reshape(batch, heads, -1, width, *rest)
-    return jnp.moveaxis(chunks, 2, 1).reshape(-1, heads, width, *rest)
+    chunks = jnp.moveaxis(by_chunk(x, self.length), 2, 1)
+    return chunks.reshape(-1, *chunks.shape[2:])

@@ -8,13 +8,14 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from kvjax.activations import Activations
 from kvjax.cache.layers import LayerCache
+from kvjax.kernels.chunks import by_chunk
 from kvjax.kernels.select import among_largest
 from kvjax.methods.base import LayerBudget, Method
 from kvjax.methods.heads import window_mass
 from kvjax.methods.snapkv import SnapKV
 from kvjax.methods.traits import Traits
 from kvjax.options.bounds import check_least
-from kvjax.selection import age, mask_to_slots, newest
+from kvjax.selection import last_tokens, mask_to_slots, newest
 
 Scope = Literal["layer", "head"]
 
@@ -71,8 +72,8 @@ class ChunkKV(Method):
     del layer
     per_token = jnp.mean(window_mass(cache, activations, self.window), axis=2)
     prefix = self._prefix(cache)
-    scores = self._chunks(jnp.where(prefix, per_token, 0.0)).sum(axis=-1)
-    sizes = self._chunks(prefix.astype(jnp.float32)).sum(axis=-1)
+    scores = self._sum(jnp.where(prefix, per_token, 0.0))
+    sizes = self._sum(prefix.astype(jnp.float32))
     scores = scores * self.chunk / jnp.maximum(sizes, 1.0)
     if self.scope == "layer":
       total = jnp.sum(scores, axis=1, keepdims=True)
@@ -107,14 +108,10 @@ class ChunkKV(Method):
     return jnp.where(self._prefix(cache), per_token, -jnp.inf)
 
   def _prefix(self, cache: LayerCache) -> Bool[Array, "B K T"]:
-    valid = cache.valid
-    return valid & (age(valid) > self.window)
+    return cache.valid & ~last_tokens(cache.valid, self.window)
 
-  def _chunks(self, x: Float[Array, "B K T"]) -> Float[Array, "B K C c"]:
-    batch, kv_heads, slots = x.shape
-    width = min(self.chunk, slots)
-    padded = jnp.pad(x, ((0, 0), (0, 0), (0, -slots % width)))
-    return padded.reshape(batch, kv_heads, -1, width)
+  def _sum(self, x: Float[Array, "B K T"]) -> Float[Array, "B K C"]:
+    return jnp.sum(by_chunk(x, self.chunk), axis=-1)
 
   def _tokens(
     self, x: Shaped[Array, "B K C"], slots: int

@@ -17,7 +17,7 @@ from kvjax.methods.noncausal import Scale, ValueNorm, noncausal_attention
 from kvjax.methods.standardize import Scope, standardize
 from kvjax.methods.traits import Traits
 from kvjax.options.bounds import check_least, check_odd
-from kvjax.selection import age, head_counts, top_slots
+from kvjax.selection import head_counts, last_tokens, top_slots
 from kvjax.struct import struct
 
 Attention = Literal["noncausal", "none"]
@@ -220,11 +220,10 @@ class Compactor(Method):
     start: int,
   ) -> Float[Array, "B K M"]:
     """The attention that slots receive from `start` on."""
-    values = cache.values[:, :, start:].astype(jnp.float32)
     return noncausal_attention(
       activations.queries[:, :, start:],
       cache.keys[:, :, start:],
-      jnp.where(valid[..., None], values, 0.0),
+      cache.float_values[:, :, start:],
       valid,
       chunk=self.chunk,
       options=activations.attention,
@@ -235,5 +234,5 @@ class Compactor(Method):
 
   def _ends(self, cache: LayerCache) -> Bool[Array, "B K T"]:
     """The first and last tokens, which are always kept."""
-    ends = (cache.positions < self.first) | (age(cache.valid) <= self.last)
-    return cache.valid & ends
+    first = cache.valid & (cache.positions < self.first)
+    return first | last_tokens(cache.valid, self.last)

@@ -150,8 +150,6 @@ def projected_norms(
   as large as the hidden states of N layers.
   """
   kv_heads = cache.positions.shape[1]
-  values = cache.values.astype(jnp.float32)
-  values = jnp.where(cache.valid[..., None], values, 0.0)
   heads, width, model_width = projection.shape
   by_group = projection.astype(jnp.float32).reshape(
     kv_heads, heads // kv_heads, width, model_width
@@ -161,5 +159,7 @@ def projected_norms(
     projected = jnp.einsum("bkd,kgde->bkge", values, by_group)
     return jnp.mean(jnp.sum(jnp.abs(projected), axis=-1), axis=-1)
 
-  norms = jax.lax.map(of_token, jnp.moveaxis(values, 2, 0), batch_size=_TILE)
+  norms = jax.lax.map(
+    of_token, jnp.moveaxis(cache.float_values, 2, 0), batch_size=_TILE
+  )
   return jnp.moveaxis(norms, 0, 2)

@@ -13,7 +13,7 @@ from kvjax.methods.heads import window_weights
 from kvjax.methods.snapkv import pool
 from kvjax.methods.traits import Traits
 from kvjax.options.bounds import check_least, check_odd
-from kvjax.selection import age
+from kvjax.selection import last_tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,8 +55,7 @@ class DropKV(ScoringMethod):
     """Computes the averaged changes."""
     del layer
     valid = cache.valid
-    values = cache.values.astype(jnp.float32)
-    values = jnp.where(valid[..., None], values, 0.0)
+    values = cache.float_values
     # Changes are differences of values, so the mean is taken out: the squares
     # below would cancel if it were large.
     count = jnp.maximum(jnp.sum(valid.astype(jnp.float32), axis=-1), 1.0)
@@ -122,4 +121,4 @@ class DropKV(ScoringMethod):
     """The last W tokens."""
     del counts
     valid = cache.valid
-    return valid & (age(valid) <= self.window)
+    return last_tokens(valid, self.window)

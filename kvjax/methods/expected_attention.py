@@ -10,6 +10,7 @@ from kvjax.activations import Activations
 from kvjax.cache.layers import LayerCache
 from kvjax.heads import by_kv_head
 from kvjax.methods.base import ScoringMethod
+from kvjax.methods.heads import softmax
 from kvjax.methods.snapkv import value_norms
 from kvjax.methods.stored import Stored
 from kvjax.methods.traits import Traits
@@ -80,8 +81,7 @@ class ExpectedAttention(ScoringMethod):
     """Computes the expected attention; that of sinks is 0."""
     kv_heads = cache.keys.shape[1]
     counted = cache.valid & (cache.positions >= self.sinks)
-    keys = cache.keys.astype(jnp.float32)
-    keys = jnp.where(counted[..., None], keys, 0.0)
+    keys = cache.float_keys
     mean, covariance = self._queries(layer, activations)
     rotation = self._rotation(cache, activations)
     scale = activations.attention.scale_of(keys.shape[-1])
@@ -92,7 +92,10 @@ class ExpectedAttention(ScoringMethod):
       covariance = jnp.swapaxes(turned, -1, -2) @ covariance @ turned
       spread = _quadratic(keys, by_kv_head(covariance, kv_heads))
       logits += scale**2 / 2 * spread
-    weights = _softmax(logits, counted, activations.sinks)
+    sinks = activations.sinks
+    if sinks is not None:
+      sinks = by_kv_head(sinks.astype(jnp.float32)[None], kv_heads)[..., None]
+    weights = softmax(logits, counted[:, :, None], sinks)
     scores = jnp.mean(weights, axis=2)
     if self.value_norm:
       scores = (scores + self.epsilon) * value_norms(cache)
@@ -177,19 +180,3 @@ def _quadratic(
 
   by_head = jax.lax.map(of_head, jnp.moveaxis(matrices, 2, 0))
   return jnp.moveaxis(by_head, 0, 2)
-
-
-def _softmax(
-  logits: Float[Array, "B K G T"],
-  where: Bool[Array, "B K T"],
-  sinks: Float[Array, " N"] | None,
-) -> Float[Array, "B K G T"]:
-  """Softmax over some slots and the sink of each query head; 0 elsewhere."""
-  where = where[:, :, None]
-  logits = jnp.where(where, logits, -jnp.inf)
-  total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-  if sinks is not None:
-    sink = by_kv_head(sinks.astype(jnp.float32)[None], logits.shape[1])
-    total = jnp.logaddexp(total, sink[..., None])
-  # A row without any has a total of -inf.
-  return jnp.where(where, jnp.exp(logits - total), 0.0)

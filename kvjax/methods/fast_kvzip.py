@@ -10,7 +10,7 @@ from kvjax.cache.layers import LayerCache
 from kvjax.methods.fast_kvzip_gate import FastKVzipGate
 from kvjax.methods.gated import GatedMethod
 from kvjax.options.bounds import check_least, check_share
-from kvjax.selection import age, floor_share
+from kvjax.selection import floor_share, last_tokens
 
 # Prompts of so many tokens keep a window in place of a share.
 _LONG = 32_000
@@ -69,5 +69,5 @@ class FastKVzip(GatedMethod):
     valid, lengths = cache.valid, cache.lengths
     share = jnp.maximum(floor_share(lengths, self.recent), 1)
     last = jnp.where(lengths < _LONG, share, self.window)
-    is_last = age(valid) <= last[..., None]
-    return valid & (is_last | (cache.positions < self.sinks))
+    sinks = valid & (cache.positions < self.sinks)
+    return sinks | last_tokens(valid, last)

@@ -9,12 +9,13 @@ from kvjax.activations import Activations
 from kvjax.allocation.base import Allocation, Uniform
 from kvjax.allocation.per_chunk import PerChunk
 from kvjax.cache.layers import LayerCache
+from kvjax.kernels.chunks import by_chunk
 from kvjax.kernels.select import mask_to_slots, slots_to_mask
 from kvjax.methods.base import LayerBudget, Method
 from kvjax.methods.heads import window_queries, window_weights
 from kvjax.methods.traits import Traits
 from kvjax.options.bounds import check_least
-from kvjax.selection import age, top_slots
+from kvjax.selection import last_tokens, top_slots
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,12 +113,9 @@ class Finch(Method):
     return scores
 
   def _question(self, cache: LayerCache) -> Bool[Array, "B K T"]:
-    valid = cache.valid
-    return valid & (age(valid) <= self.window)
+    return last_tokens(cache.valid, self.window)
 
   def _split(self, x: Shaped[Array, "B K T"]) -> Shaped[Array, "B H c"]:
     """Cuts the slots of every head into chunks, H = K C in all."""
-    batch, _, slots = x.shape
-    width = min(self.chunk, slots)
-    padded = jnp.pad(x, ((0, 0), (0, 0), (0, -slots % width)))
-    return padded.reshape(batch, -1, width)
+    chunks = by_chunk(x, self.chunk)
+    return chunks.reshape(len(x), -1, chunks.shape[-1])

@@ -13,7 +13,7 @@ from kvjax.methods.heads import by_kv_head
 from kvjax.methods.snapkv import pool, value_norms
 from kvjax.methods.traits import Traits
 from kvjax.options.bounds import check_least, check_share
-from kvjax.selection import age, floor_share
+from kvjax.selection import floor_share, last_tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,8 +89,7 @@ class H2O(ScoringMethod):
       if self.recent
       else floor_share(counts, self.recent_frac)
     )
-    valid = cache.valid
-    return valid & (age(valid) <= recent[..., None])
+    return last_tokens(cache.valid, recent)
 
 
 def _received(

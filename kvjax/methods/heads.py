@@ -7,7 +7,7 @@ from typing import final
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.activations import Activations
 from kvjax.cache.heads import heads_of as heads_of
@@ -120,13 +120,31 @@ def window_weights(
   at = positions[:, None, None, :, None]
   slots = cache.positions[:, :, None, None]
   visible = (at >= 0) & (slots >= 0) & options.visible(at, slots)
-  keys = cache.keys.astype(jnp.float32)
-  keys = jnp.where(cache.valid[..., None], keys, 0.0)
+  keys = cache.float_keys
   logits = jnp.einsum("bkgwd,bktd->bkgwt", queries, keys)
   logits = options.cap(logits * options.scale_of(keys.shape[-1]))
+  sinks = activations.sinks
+  if sinks is not None:
+    sinks = by_kv_head(sinks.astype(jnp.float32)[None], kv_heads)
+    sinks = sinks[..., None, None]
+  return softmax(logits, visible, sinks)
+
+
+def softmax(
+  logits: Float[Array, "*B T"],
+  visible: Bool[Array, "*#B T"],
+  sinks: Float[Array, "*#B 1"] | None = None,
+) -> Float[Array, "*B T"]:
+  """Computes the softmax over the visible slots; 0 elsewhere.
+
+  Args:
+    logits: float32.
+    visible: may have no slot at all, in which case the result is 0.
+    sinks: logits of attention sinks, which get a share of the whole.
+  """
   logits = jnp.where(visible, logits, -jnp.inf)
   total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-  if activations.sinks is not None:
-    sinks = by_kv_head(activations.sinks.astype(jnp.float32)[None], kv_heads)
-    total = jnp.logaddexp(total, sinks[..., None, None])
+  if sinks is not None:
+    total = jnp.logaddexp(total, sinks)
+  # Without any slot, the total is -inf.
   return jnp.where(visible, jnp.exp(logits - total), 0.0)

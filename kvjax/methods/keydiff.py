@@ -10,7 +10,7 @@ from kvjax.cache.layers import LayerCache
 from kvjax.errors import InputError
 from kvjax.methods.heads import Head, HeadwiseMethod
 from kvjax.options.bounds import check_share
-from kvjax.selection import age, floor_share
+from kvjax.selection import floor_share, last_tokens
 
 Anchor = Literal[
   "mean_unit", "pairwise", "median_unit", "median_raw", "mean_raw"
@@ -70,8 +70,7 @@ class KeyDiff(HeadwiseMethod):
   ) -> Bool[Array, "B K T"]:
     """The newest `recent_frac` of the budget."""
     recent = floor_share(counts, self.recent_frac)
-    valid = cache.valid
-    return valid & (age(valid) <= recent[..., None])
+    return last_tokens(cache.valid, recent)
 
   def _anchor(
     self,

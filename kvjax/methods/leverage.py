@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from kvjax.kernels.sketch import by_chunk, from_chunks, leverage_rows, sketch
+from kvjax.kernels.chunks import by_chunk, from_chunks
+from kvjax.kernels.sketch import leverage_rows, sketch
 
 Solver = Literal["svd", "qr", "eig", "chol"]
 Factor = Literal["gaussian", "srht", "none"]

@@ -35,7 +35,7 @@ from kvjax.methods.ranking import (
 from kvjax.methods.snapkv import SnapKV
 from kvjax.methods.traits import Traits
 from kvjax.options.bounds import check_least, check_used
-from kvjax.selection import age, mask_to_slots, newest
+from kvjax.selection import last_tokens, mask_to_slots, newest
 
 Clusters = Literal["prototypes", "lsh", "kmeans", "none"]
 Score = Literal["qk_sum", "qk_mean", "attn_sum", "attn_mean", "attn_center"]
@@ -185,7 +185,7 @@ class ProtoKV(Method):
     # `newest` shortens the window only where nothing else fits: W counts.
     taken = self.window + jnp.sum(must_keep, axis=-1, dtype=jnp.int32)
     remaining = jnp.maximum(budget.per_head - taken, 0)
-    prefix = valid & (age(valid) > self.window)
+    prefix = valid & ~last_tokens(valid, self.window)
     select_head = functools.partial(select_fitting, cut=self.cut)
     # A cluster costs only what it adds to the tokens that are kept anyway.
     others = jax.vmap(jax.vmap(without))(scores, prefix & must_keep)
@@ -209,7 +209,7 @@ class ProtoKV(Method):
     rng: Array,
   ) -> Ranking:
     keys = head.keys
-    prefix = head.valid & (age(head.valid) > self.window)
+    prefix = head.valid & ~last_tokens(head.valid, self.window)
     dev = proto.deviation(keys, prefix, self.neighbors, self.include_self)
     # `deviation` returns -Theta; the note, read literally, ranks by Theta.
     dev = dev if self.sign == "deviation" else -dev

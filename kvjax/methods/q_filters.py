@@ -14,7 +14,7 @@ from kvjax.methods.stored import Stored
 from kvjax.methods.traits import Traits
 from kvjax.model import Geometry
 from kvjax.options.bounds import check_least
-from kvjax.selection import age
+from kvjax.selection import last_tokens
 
 _NAME = "q_filters"
 
@@ -88,7 +88,7 @@ class QFilters(ScoringMethod):
     """The last tokens, if any."""
     del counts
     valid = cache.valid
-    return valid & (age(valid) <= self.recent)
+    return last_tokens(valid, self.recent)
 
   @property
   def _stored(self) -> Stored:

@@ -11,11 +11,11 @@ from kvjax.activations import Activations
 from kvjax.cache.layers import LayerCache
 from kvjax.heads import by_kv_head
 from kvjax.methods.base import ScoringMethod
-from kvjax.methods.heads import window_queries
+from kvjax.methods.heads import softmax, window_queries
 from kvjax.methods.snapkv import pool
 from kvjax.methods.traits import Traits
 from kvjax.options.bounds import check_least, check_odd, check_share
-from kvjax.selection import age, floor_share
+from kvjax.selection import floor_share, last_tokens
 
 # Rows of the matrix of cosines that are in memory at a time.
 _TILE = 64
@@ -92,7 +92,7 @@ class RKV(ScoringMethod):
     """The last W tokens."""
     del counts
     valid = cache.valid
-    return valid & (age(valid) <= self.window)
+    return last_tokens(valid, self.window)
 
   def attention(
     self, cache: LayerCache, activations: Activations
@@ -100,8 +100,8 @@ class RKV(ScoringMethod):
     """Computes I; 0 for the window."""
     queries, positions = window_queries(cache, activations, self.window)
     options, kv_heads = activations.attention, cache.keys.shape[1]
-    prefix = cache.valid & (age(cache.valid) > self.window)
-    keys = _float_keys(cache)
+    prefix = cache.valid & ~last_tokens(cache.valid, self.window)
+    keys = cache.float_keys
     queries = by_kv_head(queries.astype(jnp.float32), kv_heads)
     logits = jnp.einsum("bkgwd,bktd->bkgwt", queries, keys)
     logits = options.cap(logits * options.scale_of(keys.shape[-1]))
@@ -113,14 +113,14 @@ class RKV(ScoringMethod):
       # As those of keys, the highest logit of the group counts.
       of_group = by_kv_head(sinks.astype(jnp.float32)[None], kv_heads)
       sinks = jnp.max(of_group, axis=2)[..., None, None]
-    weights = _softmax(jnp.max(logits, axis=2), counted, sinks)
+    weights = softmax(jnp.max(logits, axis=2), counted, sinks)
     count = jnp.maximum(jnp.sum(real.astype(jnp.float32), axis=2), 1.0)
     mean = jnp.sum(weights, axis=2) / count
     return pool(mean, prefix, self.kernel, "max")
 
   def redundancy(self, cache: LayerCache) -> Float[Array, "B K T"]:
     """Computes R; 0 for empty slots. Memory is linear in T."""
-    valid, keys = cache.valid, _float_keys(cache)
+    valid, keys = cache.valid, cache.float_keys
     units = keys / (jnp.linalg.norm(keys, axis=-1, keepdims=True) + _TINY)
     spared = self._all_spared(units, valid)
     others = jnp.sum(units, axis=2, keepdims=True) - units
@@ -132,7 +132,7 @@ class RKV(ScoringMethod):
     add = jax.vmap(jax.vmap(lambda row, at, x: row.at[at].add(x)))
     sums = add(sums, spared, -cosines)
     count = jnp.sum(valid.astype(jnp.float32), axis=-1, keepdims=True)
-    return _softmax(sums / jnp.maximum(count, 1.0), valid)
+    return softmax(sums / jnp.maximum(count, 1.0), valid)
 
   def _all_spared(
     self, units: Float[Array, "B K T D"], valid: Bool[Array, "B K T"]
@@ -183,22 +183,3 @@ class RKV(ScoringMethod):
     any_similar = jnp.any(similar, axis=-1)
     # The first of equals.
     return jnp.where(any_similar, jnp.argmax(similar, axis=-1), -1)
-
-
-def _float_keys(cache: LayerCache) -> Float[Array, "B K T D"]:
-  keys = cache.keys.astype(jnp.float32)
-  return jnp.where(cache.valid[..., None], keys, 0.0)
-
-
-def _softmax(
-  logits: Float[Array, "*B T"],
-  counted: Bool[Array, "*B T"],
-  sinks: Float[Array, "1 K 1 1"] | None = None,
-) -> Float[Array, "*B T"]:
-  """Softmax over some of the slots; 0 elsewhere."""
-  logits = jnp.where(counted, logits, -jnp.inf)
-  total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-  if sinks is not None:
-    total = jnp.logaddexp(total, sinks)
-  # A row without any has a total of -inf.
-  return jnp.where(counted, jnp.exp(logits - total), 0.0)

@@ -13,7 +13,7 @@ from kvjax.methods.base import ScoringMethod
 from kvjax.methods.heads import window_queries, window_weights
 from kvjax.methods.traits import Traits
 from kvjax.options.bounds import check_least
-from kvjax.selection import age
+from kvjax.selection import last_tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,11 +65,10 @@ class SimLayer(ScoringMethod):
     del layer
     valid = cache.valid
     weights = window_weights(cache, activations, self.window)
-    ages = age(valid)
-    at_ends = (cache.positions < self.sinks) | (
-      ages <= self.recent + self.window
-    )
-    at_ends &= ages > self.window
+    # The window's attention to itself does not count.
+    at_ends = last_tokens(valid, self.recent + self.window)
+    at_ends |= cache.positions < self.sinks
+    at_ends &= ~last_tokens(valid, self.window)
     _, positions = window_queries(cache, activations, self.window)
     queries = jnp.sum((positions >= 0).astype(jnp.float32), axis=1)
     mass = jnp.where(at_ends[:, :, None, None], weights, 0.0)
@@ -84,5 +83,5 @@ class SimLayer(ScoringMethod):
     """The ends; of a smaller budget, the sinks and fewer recent tokens."""
     first = jnp.minimum(self.sinks, counts)
     recent = jnp.minimum(self.recent - self.window, counts - first)
-    is_recent = age(cache.valid) <= recent[:, :, None]
-    return cache.valid & (is_recent | (cache.positions < first[:, :, None]))
+    sinks = cache.valid & (cache.positions < first[:, :, None])
+    return sinks | last_tokens(cache.valid, recent)

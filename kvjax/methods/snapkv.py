@@ -16,7 +16,7 @@ from kvjax.methods.base import ScoringMethod
 from kvjax.methods.heads import window_mass, window_queries
 from kvjax.methods.traits import Traits
 from kvjax.options.bounds import check_least, check_odd
-from kvjax.selection import age
+from kvjax.selection import last_tokens
 
 Pooling = Literal["avg", "max"]
 Group = Literal["mean", "max"]
@@ -83,7 +83,7 @@ class SnapKV(ScoringMethod):
       cache = _move_queries(cache, activations, self.window)
     votes = window_mass(cache, activations, self.window)
     reduce = jnp.mean if self.group == "mean" else jnp.max
-    prefix = valid & (age(valid) > self.window)
+    prefix = valid & ~last_tokens(valid, self.window)
     # Zero before pooling, which would spread the window's attention to itself
     # to the last tokens of the prefix.
     votes = jnp.where(prefix, reduce(votes, axis=2), 0.0)
@@ -103,8 +103,8 @@ class SnapKV(ScoringMethod):
     """The observation window and the sinks."""
     del counts
     valid = cache.valid
-    kept = (age(valid) <= self.window) | (cache.positions < self.sinks)
-    return valid & kept
+    sinks = valid & (cache.positions < self.sinks)
+    return sinks | last_tokens(valid, self.window)
 
 
 def _move_queries(
@@ -125,8 +125,7 @@ def _move_queries(
 
 def value_norms(cache: LayerCache) -> Float[Array, "B K T"]:
   """Computes float32 |v_i| of every slot, 0 for empty slots."""
-  norms = jnp.linalg.norm(cache.values.astype(jnp.float32), axis=-1)
-  return jnp.where(cache.valid, norms, 0.0)
+  return jnp.linalg.norm(cache.float_values, axis=-1)
 
 
 def pool(

@@ -72,7 +72,7 @@ def keep_channels(
   asked = (positions >= 0)[:, None, None, :, None]
   # Numbers of queries and keys are the same for all channels of a head.
   by_queries = jnp.sum(jnp.where(asked, squares, 0.0), axis=(2, 3))
-  keys = jnp.where(cache.valid[..., None], cache.keys.astype(jnp.float32), 0.0)
+  keys = cache.float_keys
   scores = by_queries * jnp.sum(keys**2, axis=2)
   _, kept = jax.lax.top_k(scores, channels.kept(keys.shape[-1]))
   return jnp.sort(kept, axis=-1)

@@ -11,7 +11,7 @@ from kvjax.cache.layers import LayerCache
 from kvjax.methods.base import ScoringMethod
 from kvjax.methods.heads import window_mass
 from kvjax.methods.traits import Traits
-from kvjax.selection import age
+from kvjax.selection import last_tokens
 
 Scope = Literal["layer", "group"]
 
@@ -55,4 +55,4 @@ class Tova(ScoringMethod):
     del counts
     valid = cache.valid
     # Ages of tokens begin at 1, so that 0 protects none.
-    return valid & (age(valid) <= int(self.protect_last))
+    return last_tokens(valid, int(self.protect_last))

@@ -18,7 +18,7 @@ from kvjax.methods.traits import Traits
 from kvjax.methods.triattention_file import CENTER, LENGTHS, read_statistics
 from kvjax.model import Geometry
 from kvjax.options.bounds import check_least
-from kvjax.selection import age, top_slots
+from kvjax.selection import last_tokens, top_slots
 
 _LEAST_DEVIATION = 1e-6
 
@@ -96,8 +96,7 @@ class TriAttention(Method):
     """Computes the score of every slot for every query head."""
     assert activations.rerotate is not None
     rerotate, kv_heads = activations.rerotate, cache.keys.shape[1]
-    keys = cache.keys.astype(jnp.float32)
-    keys = jnp.where(cache.valid[..., None], keys, 0.0)
+    keys = cache.float_keys
     center, lengths = self._queries(layer, activations)
     batch, heads = len(keys), center.shape[1]
     center = jnp.broadcast_to(center, (batch, *center.shape[1:]))
@@ -128,11 +127,10 @@ class TriAttention(Method):
     counted = (valid & ~must_keep)[:, :, None]
     standard = _standardize(scores, counted)
     reduce = jnp.max if self.group == "max" else jnp.mean
-    recent = valid & (age(valid) <= self.recent)
     return top_slots(
       reduce(standard, axis=2),
       valid,
-      recent,
+      last_tokens(valid, self.recent),
       budget.counts,
       budget.capacity,
       must_keep,

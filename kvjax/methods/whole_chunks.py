@@ -10,6 +10,7 @@ from kvjax.activations import Activations
 from kvjax.allocation.whole_chunks import WholeChunkCounts
 from kvjax.cache.layers import LayerCache
 from kvjax.errors import InputError
+from kvjax.kernels.chunks import by_chunk
 from kvjax.kernels.select import among_largest
 from kvjax.methods.base import LayerBudget, Method
 from kvjax.methods.traits import Traits
@@ -137,7 +138,4 @@ class WholeChunks(Method):
     return jnp.broadcast_to(means, (*per_token.shape[:2], means.shape[-1]))
 
   def _sum(self, x: Float[Array, "B #K T"]) -> Float[Array, "B #K C"]:
-    batch, heads, slots = x.shape
-    width = min(self.chunk, slots)
-    padded = jnp.pad(x, ((0, 0), (0, 0), (0, -slots % width)))
-    return padded.reshape(batch, heads, -1, width).sum(axis=-1)
+    return jnp.sum(by_chunk(x, self.chunk), axis=-1)

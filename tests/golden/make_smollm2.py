@@ -12,13 +12,12 @@ dequantizes itself: the ids, float32 logits of the last positions for every
 16th token of the vocabulary (`logits`) and their largest over all of it
 (`highest`), and what greedy decoding appends (`generated`).
 
-`texts.json` has the ids of odd texts, by the tokenizer that the model was
-published with. transformers does not build that one from a GGUF file: it
-leaves out that digits stand alone. So its parts are put together here as the
-model's tokenizer.json has them, over the vocabulary and the merges that the
-gguf library reads. Under `small` there are a few of its merges, and what
-transformers' own converters make of them for Qwen2 and Llama 3, which split
-texts otherwise.
+`texts.json` has the ids of odd texts, by a tokenizer with the parts of the
+model's published tokenizer.json, over the vocabulary and the merges that the
+gguf library reads. transformers does not build it from a GGUF file: it leaves
+out that digits stand alone. Under `small` there are a few of its merges, and
+what transformers' own converters make of them for Qwen2 and Llama 3, which
+split texts otherwise.
 """
 
 import importlib.metadata

@@ -42,6 +42,8 @@ from kvjax.models.config import DecoderConfig
     ({"partial_rotary_factor": 0.5}, "'partial_rotary_factor', which is not"),
     ({"num_local_experts": 8}, "'num_local_experts', which is not supported"),
     ({"is_causal": False}, "'is_causal', which is not supported for llama"),
+    ({"rope_pct": 0.25}, "'rope_pct', which is not supported for llama"),
+    ({"rope_type": "linear"}, "'rope_type', which is not supported for llama"),
     ({"attention_sinks": 4}, "'attention_sinks', which is not supported"),
     ({"tie_word_embeddings": "false"}, "must be true or false"),
     ({"logit_softcapping": 30.0}, "'logit_softcapping', which is not"),

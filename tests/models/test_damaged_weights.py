@@ -147,6 +147,17 @@ def _damage_tokenizer_is_a_directory(directory):
   (directory / "tokenizer.json").mkdir()
 
 
+def test_ids_beyond_the_embedding_are_refused_where_a_text_has_them(directory):
+  path = directory / "tokenizer.json"
+  stored = json.loads(path.read_text())
+  stored["model"]["vocab"] |= {"x1": 80, "x2": 81}
+  path.write_text(json.dumps(stored))
+  text = load(directory).text
+  assert text.encode("w1 w2") == [1, 2]
+  with pytest.raises(InputError, match="'x2', whose id is 81, but the model"):
+    text.encode("w1 x2")
+
+
 @pytest.mark.parametrize(
   ("damage", "sentence"),
   [
