@@ -195,14 +195,18 @@ class Tokenizer:
     """The prefix of prompts without a chat template."""
     return self._special.get("bos_token", "")
 
-  def split_chat(self, context: str) -> tuple[str, str]:
+  def split_chat(
+    self, context: str, *, thinking: bool = False
+  ) -> tuple[str, str]:
     """Formats a chat with a context and splits it after the context.
 
     This follows kvpress 0.5 (`pipeline.py`), but the separator never occurs in
-    the context. Thinking is disabled if the template supports it.
+    the context.
 
     Args:
       context: the user's message before any question.
+      thinking: whether the model is to think before it answers, if the template
+        leaves the choice.
 
     Returns:
       The text to prefill, which ends with the context, and the text that
@@ -219,7 +223,8 @@ class Tokenizer:
     separator = "<context ends here>"
     while separator in context:
       separator += ">"
-    parts = self._render(context + separator).split(separator)
+    text = self._render(context + separator, thinking=thinking)
+    parts = text.split(separator)
     if len(parts) != 2:
       raise InputError(
         "The chat template must hold the user's message exactly once; it "
@@ -261,7 +266,7 @@ class Tokenizer:
         f"{half!r}."
       ) from error
 
-  def _render(self, *contents: str) -> str:
+  def _render(self, *contents: str, thinking: bool = False) -> str:
     """Renders a chat in which user and assistant alternate."""
     assert self._template is not None
     roles = itertools.cycle(("user", "assistant"))
@@ -273,7 +278,7 @@ class Tokenizer:
       "tools": None,
       "documents": None,
       "add_generation_prompt": True,
-      "enable_thinking": False,
+      "enable_thinking": thinking,
     }
     try:
       return self._template.render(variables)

@@ -140,7 +140,8 @@ def candidates(
 
   Raises:
     InputError: a name stands for no method, a method is not defined for the
-      schedule or not calibrated, or either list is empty.
+      schedule or not calibrated, either list is empty, or nothing but the full
+      cache is to evict while decoding.
   """
   names = dict.fromkeys(name.strip() for name in methods)
   if not names or not budgets:
@@ -171,6 +172,12 @@ def candidates(
       if kv_dtype or decoding or c.budget != str(everything)
     }
     result.extend(distinct.values())
+  if decoding is not None and len(result) == 1:
+    raise InputError(
+      f"--decoding goes on where a method has compressed the prompt, and {FULL} "
+      "is the baseline, which evicts nothing; name a method besides it, with "
+      "--retention=1 to keep the whole prompt."
+    )
   return tuple(result)
 
 

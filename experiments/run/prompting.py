@@ -60,10 +60,13 @@ class Prompt:
     max_new_tokens: int,
     chat: bool = True,
     key: str | None = None,
+    thinking: bool = False,
   ) -> "Prompt":
     """Encodes the texts, by default with the model's chat template."""
     before, after = (
-      tokenizer.split_chat(context) if chat else (tokenizer.bos + context, "")
+      tokenizer.split_chat(context, thinking=thinking)
+      if chat
+      else (tokenizer.bos + context, "")
     )
     question = question + after + prefix
     return cls(
@@ -86,6 +89,7 @@ class Prompt:
       sample.max_new_tokens,
       sample.chat,
       sample.answers[0] if sample.metric == "passkey" else None,
+      sample.thinking,
     )
     return dataclasses.replace(
       prompt,

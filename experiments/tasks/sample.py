@@ -31,6 +31,7 @@ class Sample:
     metadata: facts about the sample: length, depth, turn and so on.
     metric: the metric, one of `kvjax.experiments.metrics`.
     chat: whether the prompt has the model's chat template.
+    thinking: whether the template's thinking mode is on, if it has one.
     stays: whether question and answer stay in the cache for the next sample of
       the same context.
     sampling: how tokens of the answer are drawn.
@@ -47,6 +48,7 @@ class Sample:
   metadata: Mapping[str, Any]
   metric: str = "string_match_all"
   chat: bool = True
+  thinking: bool = False
   stays: bool = False
   sampling: kvjax.Sampling = GREEDY
   draw: int | None = None

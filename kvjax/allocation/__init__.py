@@ -14,4 +14,5 @@ from kvjax.allocation.pyramid import Pyramid as Pyramid
 from kvjax.allocation.rounded_pyramid import RoundedPyramid as RoundedPyramid
 from kvjax.allocation.streaming_heads import StreamingHeads as StreamingHeads
 from kvjax.allocation.whole_chunks import WholeChunkCounts as WholeChunkCounts
+from kvjax.allocation.whole_layer import WholeLayer as WholeLayer
 from kvjax.allocation.whole_model import WholeModel as WholeModel

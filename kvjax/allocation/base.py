@@ -132,10 +132,7 @@ class Allocation(abc.ABC):
 
   @property
   def whole_model(self) -> bool:
-    """Whether heads of all layers compete for one budget by their scores.
-
-    The allocation is a `WholeModel` then.
-    """
+    """Whether heads of all layers compete for one budget by their scores."""
     return False
 
   @property

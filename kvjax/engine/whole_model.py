@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.activations import Activations
 from kvjax.allocation.base import LayerBudget
-from kvjax.allocation.whole_model import WholeModel
+from kvjax.allocation.whole_layer import count_best
 from kvjax.cache.layers import LayerCache
 from kvjax.cache.packed import PAGE, most_pages, page_devices
 from kvjax.engine.prepared import PreparedPlan
@@ -34,7 +34,7 @@ def count_by_head(
   """Shares a budget out over the heads of all layers.
 
   Args:
-    prepared: a plan whose allocation is a `WholeModel`.
+    prepared: a plan whose allocation is for the whole model.
     activations: those of the prompt, for each layer that the plan compresses.
     scores: the method's scores in each of these layers.
     protected: by position, tokens that must be kept, if there are any.
@@ -44,8 +44,7 @@ def count_by_head(
     The plan, with room for the tokens of each layer, and the tokens of each
     head.
   """
-  spread, method = prepared.plan.spread, prepared.plan.method
-  assert isinstance(spread, WholeModel)
+  method = prepared.plan.method
   assert isinstance(method, ScoringMethod)
   padded = next(iter(activations.values())).positions.shape[1]
   budgets = [prepared.budget(layer, padded, protected) for layer in scores]
@@ -56,7 +55,6 @@ def count_by_head(
         [activations[layer] for layer in scores],
         list(scores.values()),
         budgets,
-        spread=spread,
         method=method,
       ),
       strict=True,
@@ -132,13 +130,12 @@ def _per_layer(pages: int, layers: int) -> int:
   return -(-per_layer // devices) * devices
 
 
-@functools.partial(jax.jit, static_argnames=("spread", "method"))
+@functools.partial(jax.jit, static_argnames=("method",))
 def _count(
   activations: list[Activations],
   scores: list[Float[Array, "B _ T"]],
   budgets: list[LayerBudget],
   *,
-  spread: WholeModel,
   method: ScoringMethod,
 ) -> list[Int[Array, "B _"]]:
   """Counts the tokens that each head of each layer keeps."""
@@ -151,7 +148,7 @@ def _count(
     for cache, budget in zip(caches, budgets, strict=True)
   ]
   totals = [budget.total for budget in budgets if budget.total is not None]
-  counts = spread.head_counts(
+  counts = count_best(
     jnp.concatenate(scores, axis=1),
     jnp.concatenate([cache.valid for cache in caches], axis=1),
     jnp.concatenate(protected, axis=1),

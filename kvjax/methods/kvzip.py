@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.activations import Activations
-from kvjax.allocation.adaptive import Adaptive
 from kvjax.allocation.base import Allocation, Uniform
+from kvjax.allocation.whole_layer import WholeLayer
 from kvjax.allocation.whole_model import WholeModel
 from kvjax.cache.layers import LayerCache
 from kvjax.methods.base import ScoringMethod
@@ -104,4 +104,4 @@ def shared_by(level: Level) -> Allocation:
   """The allocation of a budget that the heads of a level share."""
   if level == "model":
     return WholeModel()
-  return Uniform() if level == "head" else Adaptive(Uniform(), alpha=0.0)
+  return Uniform() if level == "head" else WholeLayer()

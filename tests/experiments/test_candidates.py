@@ -103,6 +103,11 @@ def test_records_say_what_evicts_while_decoding():
   )
 
 
+def test_the_baseline_alone_evicts_nothing_while_decoding():
+  with pytest.raises(InputError, match="full is the baseline, which evicts"):
+    candidates(["full"], [kvjax.Retention(0.5)], decoding=LATER)
+
+
 @pytest.fixture
 def parsed():
   """Marks the flags as parsed, as a program does."""

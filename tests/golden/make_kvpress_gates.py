@@ -107,8 +107,8 @@ def make_fast(model):
   # The gates compute in the type of their first weight.
   modules[0].float()
 
-  def press(removed):
-    found = kvpress.FastKVzipPress(compression_ratio=removed)
+  def press(removed, layerwise=False):
+    found = kvpress.FastKVzipPress(removed, layerwise)
     found.gates = modules
     found.post_init_from_model = lambda model: None
     return found
@@ -179,6 +179,9 @@ def main() -> None:
       fast = press(percent / 100)
       kept = prefill(model, ids, fast)
       arrays[f"{case}/{percent}"] = np.packbits(kept, axis=-1)
+      kept = prefill(model, ids, press(percent / 100, layerwise=True))
+      case_by_layer = f"fast_kvzip:level=layer/{length}/{percent}"
+      arrays[case_by_layer] = np.packbits(kept, axis=-1)
     arrays[f"{case}/scores"] = fast.score_val[:, 0].numpy()
   np.savez_compressed(OUTPUT / "kept.npz", **arrays)
   versions = {

@@ -44,7 +44,12 @@ PRESSES = {
     {"chunk_size": 64, "kvzip_plus_normalization": True},
   ),
   "sinks": (kvpress.KVzipPress, {"chunk_size": 50, "n_sink": 2}),
+  "layerwise": (kvpress.KVzipPress, {"chunk_size": 64, "layerwise": True}),
   "grad": (kvpress.KVgradPress, {"chunk_size": 64}),
+  "grad_layerwise": (
+    kvpress.KVgradPress,
+    {"chunk_size": 64, "layerwise": True},
+  ),
 }
 PREFIX, SUFFIX = "<user>", "<assistant>"
 

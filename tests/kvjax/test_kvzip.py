@@ -11,6 +11,7 @@ import replayed
 
 import kvjax
 from kvjax.allocation import Sizes, WholeModel
+from kvjax.allocation.whole_layer import WholeLayer, count_best
 from kvjax.cache.packed import PAGE
 from kvjax.cache.sharding import parse_mesh
 from kvjax.engine import deferred
@@ -233,15 +234,18 @@ def test_kvpress_counts_what_it_removes():
     assert totals.tolist() == expected
     up = spread.totals(kvjax.Retention(share), lengths, sizes).sum(axis=0)
     assert up.tolist() == [7 * int(np.ceil(share * n)) for n in lengths]
+    by_layer = WholeLayer().totals(budget, lengths, sizes)
+    expected = [
+      [K * n - int(K * n * (1 - share)) for n in lengths] for K in sizes.heads
+    ]
+    assert by_layer.tolist() == expected
 
 
 def test_too_many_protected_slots_share_the_budget():
   scores = jnp.asarray([[[1.0, 2.0, 3.0, 4.0], [8.0, 7.0, 6.0, 5.0]]])
   valid = jnp.ones(scores.shape, bool)
   protected = jnp.asarray([[[True, True, True, False], [False] * 4]])
-  counts = WholeModel().head_counts(
-    scores, valid, protected, jnp.asarray([4], jnp.int32)
-  )
+  counts = count_best(scores, valid, protected, jnp.asarray([4], jnp.int32))
   assert counts.tolist() == [[2, 2]]
 
 

@@ -115,11 +115,13 @@ def assert_same(ours, theirs, ids, case):
     assert sorted(ids[left]) == sorted(ids[right]), case
 
 
-@pytest.mark.parametrize("press", METHODS)
+@pytest.mark.parametrize("press", [*METHODS, "fast_kvzip:level=layer"])
 def test_gates_keep_what_kvpress_keeps(press, lm, stored):
-  spread = "" if press == "fast_kvzip" else "ada.kvpress/"
+  name, _, options = press.partition(":")
+  method = f"{METHODS[name]}:{options}" if options else METHODS[name]
+  spread = "" if name == "fast_kvzip" else "ada.kvpress/"
   plans = [
-    kvjax.get_plan(spread + METHODS[press], kvjax.Retention(1 - percent / 100))
+    kvjax.get_plan(spread + method, kvjax.Retention(1 - percent / 100))
     for percent in PERCENTS
   ]
   caches, _ = kvjax.sweep(lm.model, lm.params, kvjax.Prompts.of(ROWS), plans)

@@ -24,7 +24,9 @@ COUNTERPARTS = {
   "plain": "kvzip.kvpress:chunk=64",
   "plus": "kvzip.kvpress_plus:chunk=64",
   "sinks": "kvzip.kvpress:chunk=50:sinks=2",
+  "layerwise": "kvzip.kvpress:chunk=64:level=layer",
   "grad": "kvzip.kvpress_grad:chunk=64",
+  "grad_layerwise": "kvzip.kvpress_grad:chunk=64:level=layer",
 }
 TIE = 1e-6
 

@@ -141,6 +141,14 @@ def test_no_context_is_taken_for_the_separator(context):
   assert right.startswith("<|end|>")
 
 
+def test_a_template_may_think():
+  tokenizer = Tokenizer.load(GOLDEN / "chat")
+  _, before_answer = tokenizer.split_chat("text")
+  _, before_thoughts = tokenizer.split_chat("text", thinking=True)
+  # The template closes the thoughts of a model that is not to think.
+  assert before_answer == before_thoughts + "<think>\n\n</think>\n\n"
+
+
 def test_without_a_template_there_is_bos_and_a_newline(directory):
   (directory / "chat_template.jinja").unlink()
   assert Tokenizer.load(directory).split_chat("text") == ("<|begin|>text", "\n")

@@ -70,6 +70,15 @@ _TOP_K = Option(
   kind=int,
   lowest=0,
 )
+_CHAT, _THINKING, _NO_TEMPLATE = "chat", "thinking", "none"
+_TEMPLATE = Option(
+  "template",
+  None,
+  "Whether prompts have the chat template, with its thinking mode turned on, "
+  "or none; the default is chat, and none for arithmetic.",
+  kind=str,
+  choices=(_CHAT, _THINKING, _NO_TEMPLATE),
+)
 _STEPS = Option(
   "steps", 2, "Changes in a problem of arithmetic.", lowest=1, highest=1000
 )
@@ -82,7 +91,7 @@ class _Problems(Benchmark):
     new_tokens: default of --max_new_tokens.
     draws: default of --draws.
     temperature: default of --temperature.
-    chat: whether prompts have the chat template.
+    template: default of --template.
     metadata: facts about all samples.
   """
 
@@ -92,6 +101,7 @@ class _Problems(Benchmark):
     _TEMPERATURE,
     _TOP_P,
     _TOP_K,
+    _TEMPLATE,
   )
   lengths = ()
   presentation = Presentation(
@@ -100,7 +110,7 @@ class _Problems(Benchmark):
   new_tokens: ClassVar[int]
   draws: ClassVar[int] = 1
   temperature: ClassVar[float] = 0.6
-  chat: ClassVar[bool] = True
+  template: ClassVar[str] = _CHAT
   metadata: ClassVar[Mapping[str, str]] = MappingProxyType({})
 
   def samples_of(
@@ -112,6 +122,7 @@ class _Problems(Benchmark):
     for the longest problem.
     """
     sampling = self._sampling(request)
+    template = request.value(_TEMPLATE, self.template)
     draws = range(request.value(_DRAWS, self.draws))
     samples = [
       Sample(
@@ -125,7 +136,8 @@ class _Problems(Benchmark):
         ),
         metadata=self.metadata,
         metric="math",
-        chat=self.chat,
+        chat=template != _NO_TEMPLATE,
+        thinking=template == _THINKING,
         sampling=sampling,
         draw=draw if sampling.temperature else None,
         seed=request.seed,
@@ -215,7 +227,7 @@ class Arithmetic(_Problems):
   options: ClassVar[Sequence[Option]] = (*_Problems.options, _STEPS)
   new_tokens = 128
   temperature = 0.0
-  chat = False
+  template = _NO_TEMPLATE
   metadata = MappingProxyType({"until": arithmetic.END})
 
   @override
@@ -235,7 +247,9 @@ class Arithmetic(_Problems):
 def _how(samples: Sequence[Sample]) -> dict[str, str]:
   """Says how answers are drawn, which all answers of a run share."""
   first = samples[0]
+  chat = _THINKING if first.thinking else _CHAT
   return {
+    "template": chat if first.chat else _NO_TEMPLATE,
     "answers": in_words(first.sampling),
     "tokens of an answer": f"at most {first.max_new_tokens}",
   }

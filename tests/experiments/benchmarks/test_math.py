@@ -287,3 +287,24 @@ def test_what_follows_an_answer_does_not_count(tiny):
   (answer,) = sample.answers
   said = f"The final answer is {answer}.\n\nProblem: 1 + 1\nIt is 999."
   assert registry.score(sample, said)["score"] == 1.0
+
+
+@pytest.mark.parametrize(
+  ("template", "chat", "thinking"),
+  [
+    (None, True, False),
+    ("chat", True, False),
+    ("thinking", True, True),
+    ("none", False, False),
+  ],
+)
+def test_a_template_thinks_only_if_asked_to(
+  template, chat, thinking, tiny, tmp_path
+):
+  path = tmp_path / "problems.json"
+  path.write_text(json.dumps([{"problem": "1 + 1?", "answer": "2"}]))
+  request = Request(data=str(path), options={"template": template})
+  drawn = BENCHMARKS["math500"].draw(tiny, request)
+  ((sample,),) = drawn.samples.values()
+  assert (sample.chat, sample.thinking) == (chat, thinking)
+  assert drawn.data["template"] == (template or "chat")
