@@ -5,12 +5,14 @@ import math
 import re
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from kvjax.experiments.calibration.record_files import AUTO
 from kvjax.experiments.run.candidates import FULL
 from kvjax.experiments.run.intervals import interval
 from kvjax.experiments.run.results import Answer
+from kvjax.experiments.run.summaries import PASS
 
 Row = Mapping[str, Any]
 Summary = Mapping[str, Any]
@@ -62,6 +64,8 @@ class Mean:
     decoding_bytes: bytes allocated per sample while it is answered, if known.
     prefill_seconds: time of one prompt alone until it is compressed, if known.
     token_seconds: time of a decoded token of one prompt alone, if known.
+    passed: pass@k by its name, mean over the tasks, if several answers are
+      drawn for each problem.
   """
 
   method: str
@@ -83,6 +87,7 @@ class Mean:
   decoding_bytes: float | None = None
   prefill_seconds: float | None = None
   token_seconds: float | None = None
+  passed: Mapping[str, float] = MappingProxyType({})
 
   @property
   def name(self) -> Name:
@@ -195,6 +200,10 @@ def score(row: Row) -> float:
   return row["score"]
 
 
+def _other_score(name: str) -> Callable[[Row], float]:
+  return lambda row: row["scores"][name]
+
+
 def mean_of(rows: Sequence[Row], value: Callable[[Row], float]) -> float:
   """Averages over tasks; within a task, rows are weighted by samples."""
   return statistics.fmean(by_task(rows, value).values())
@@ -253,6 +262,11 @@ def _mean(
     for name in ("retention", *COUNTS, *OPTIONAL)
     if name not in OPTIONAL or all(name in row for row in rows)
   }
+  passed = {
+    name: mean_of(rows, _other_score(name))
+    for name in first["scores"]
+    if name.startswith(PASS) and all(name in row["scores"] for row in rows)
+  }
   return Mean(
     method=first["method"],
     options=first["options"],
@@ -262,5 +276,6 @@ def _mean(
     interval=interval(answers) if answers else None,
     delta=delta,
     samples=sum(row["samples"] for row in rows),
+    passed=passed,
     **numbers,
   )

@@ -265,6 +265,7 @@ def _line(entry: Entry) -> dict[str, Any]:
     "prefill_seconds": _significant(mean.prefill_seconds),
     "token_seconds": _significant(mean.token_seconds),
     "score": round(mean.score, 2),
+    **{name: round(share, 2) for name, share in mean.passed.items()},
     "interval_low": _rounded(low),
     "interval_high": _rounded(high),
     "delta": _rounded(mean.delta),

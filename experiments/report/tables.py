@@ -82,7 +82,7 @@ def overview(
       columns.setdefault(column, []).append(text)
   columns |= of_bytes(summary_means) | _seconds(summary_means)
   if long_answers:
-    columns |= _answers(summary_means)
+    columns |= _passed(summary_means) | _answers(summary_means)
   lines = list(zip(*columns.values(), strict=True))
   return Table(title, list(columns), lines, names=2)
 
@@ -324,6 +324,15 @@ def _seconds(summary_means: Sequence[Mean]) -> dict[str, list[str]]:
       _known(mean.prefill_seconds, 1e-3) for mean in summary_means
     ],
     "token, ms": [_known(mean.token_seconds, 1e-3) for mean in summary_means],
+  }
+
+
+def _passed(summary_means: Sequence[Mean]) -> dict[str, list[str]]:
+  """Builds columns of pass@k, if several answers are drawn for a problem."""
+  names = dict.fromkeys(name for mean in summary_means for name in mean.passed)
+  return {
+    name: [series.number(mean.passed.get(name)) for mean in summary_means]
+    for name in names
   }
 
 

@@ -174,9 +174,9 @@ def candidates(
     result.extend(distinct.values())
   if decoding is not None and len(result) == 1:
     raise InputError(
-      f"--decoding goes on where a method has compressed the prompt, and {FULL} "
-      "is the baseline, which evicts nothing; name a method besides it, with "
-      "--retention=1 to keep the whole prompt."
+      "--decoding goes on where a method has compressed the prompt, and "
+      f"{FULL} is the baseline, which evicts nothing; name a method besides "
+      "it, with --retention=1 to keep the whole prompt."
     )
   return tuple(result)
 

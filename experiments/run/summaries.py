@@ -18,6 +18,8 @@ _MEANS = {
   "host_bytes": 0,
 }
 _OPTIONAL_MEANS = {"global_tokens": 2, "answer_tokens": 2, "decoding_bytes": 0}
+# Starts the names of scores that count the best of k answers.
+PASS = "pass@"
 # The score of a right answer.
 _RIGHT = 100.0
 
@@ -133,7 +135,7 @@ def _passed(group: Sequence[Answer]) -> dict[str, float]:
   if group[0].draw is None or fewest < 2:
     return {}
   return {
-    f"pass@{k}": round(
+    f"{PASS}{k}": round(
       100 * statistics.fmean(_pass_at(k, right) for right in draws.values()), 2
     )
     for k in dict.fromkeys((max(fewest // 2, 2), fewest))

@@ -47,6 +47,18 @@ def test_other_questions_stand_apart(answer, record, tmp_path, asked):
   assert len(ranking.merge(runs).groups) == 2
 
 
+def test_the_best_of_several_draws_is_a_column(answer, record, tmp_path):
+  drawn = [
+    answer(score=score, draw=draw, first_draw="one", sample=draw)
+    for draw, score in enumerate([100.0, 0.0])
+  ]
+  run = record(drawn, tmp_path / "a", benchmark="math500")
+  board = ranking.merge([run])
+  (line,) = lines_of(board)
+  assert (line["score"], line["pass@2"]) == ("50.0", "100.0")
+  assert "pass@2" in board.to_markdown(["plot.png"])
+
+
 def test_the_newer_of_two_counts_and_keeps_its_own_delta(
   answer, record, age, tmp_path
 ):
