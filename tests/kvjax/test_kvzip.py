@@ -15,6 +15,7 @@ from kvjax.allocation.whole_layer import WholeLayer, count_best
 from kvjax.cache.packed import PAGE
 from kvjax.cache.sharding import parse_mesh
 from kvjax.engine import deferred
+from kvjax.engine import replay as passes_of_replay
 from kvjax.errors import InputError
 from kvjax.methods.replay import Replay
 from kvjax.testing import TinyModel, kept_positions
@@ -151,17 +152,25 @@ def test_each_query_head_keeps_its_own():
 
 
 def test_a_sweep_replays_once_and_equals_each_plan_alone(monkeypatch):
-  calls = []
-  run = deferred.replay_prompts
+  calls, passes = [], []
+  run, start = deferred.replay_prompts, passes_of_replay.Pass
 
   def count(*args):
     calls.append(args[-1])
     return run(*args)
 
+  def count_pass(*args):
+    passes.append(args)
+    return start(*args)
+
   monkeypatch.setattr(deferred, "replay_prompts", count)
+  monkeypatch.setattr(passes_of_replay, "Pass", count_pass)
   plans = [*PLANS, kvjax.get_plan("keydiff", kvjax.Retention(0.5))]
   swept, _ = kvjax.sweep(MODEL, MODEL.init(), prompts_of(), plans)
   assert calls == [REPLAYS[:2]]
+  # One pass for each chunk, whatever the number of methods.
+  chunk = REPLAYS[0].chunk
+  assert len(passes) == -(-prompts_of().tokens.shape[1] // chunk)
   for plan, cache in zip(plans, swept, strict=True):
     alone, _ = kvjax.prefill(MODEL, MODEL.init(), prompts_of(), plan)
     jax.tree.map(np.testing.assert_array_equal, alone, cache)

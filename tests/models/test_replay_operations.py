@@ -116,7 +116,10 @@ def test_narrow_models_attend_for_a_larger_part_of_their_time():
   ("name", "fields", "length"),
   [
     ("Llama-3.1-8B, 4,096 tokens", FIELDS, 4096),
+    ("Llama-3.1-8B, 8,192 tokens", FIELDS, 8192),
+    ("Llama-3.1-8B, 32,768 tokens", FIELDS, 32768),
     ("SmolLM2-135M, 1,024 tokens", SMOLLM2, 1024),
+    ("SmolLM2-135M, 4,096 tokens", SMOLLM2, 4096),
   ],
 )
 def test_the_page_has_these_numbers(name, fields, length):
