@@ -6,7 +6,6 @@ from typing import ClassVar
 
 from kvjax.methods.gated import GatedMethod
 from kvjax.methods.kvzap_gate import KVzapGate
-from kvjax.methods.kvzip import Level
 
 # Logarithms have no bounds.
 _ANY = (-math.inf, math.inf)
@@ -30,8 +29,6 @@ class KVzap(GatedMethod):
     level: heads that share a budget: those of the "model" or of a "layer", or
       none, so that each "head" keeps as many tokens.
   """
-
-  level: Level = "head"
 
   missing: ClassVar[str] = (
     "KVzap scores tokens by learned weights; give their folder, as in "

@@ -327,7 +327,7 @@ def register_methods() -> None:
   register(
     "kvzap",
     KVzap,
-    presets={"kvpress": _kvpress(KVzap())},
+    presets={"kvpress": _kvpress(KVzap(level="head"))},
     summary="KVzap",
     paper="2601.07891",
   )

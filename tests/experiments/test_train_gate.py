@@ -194,7 +194,7 @@ def test_what_is_trained_is_a_method(trained, tiny):
   low, high = config["score_range"]
   assert low < high
   prompts = kvjax.Prompts.of([list(range(3, 200))])
-  name = f"kvzap:gate={output}"
+  name = f"kvzap:gate={output}:level=head"
   threshold = kvjax.Threshold((low + high) / 2, 8)
   for budget, most in ((kvjax.Tokens(9), 9), (threshold, 197)):
     plan = kvjax.get_plan(name, budget)

@@ -117,8 +117,9 @@ def best(values, count):
 
 def test_the_engine_keeps_the_best_by_the_layers_inputs(tmp_path):
   path = write_kvzap(tmp_path, WIDTH, KV_HEADS, LAYERS, 5)
-  cache = prefill(f"kvzap:gate={path}", kvjax.Tokens(9))
-  names = (f"ada/kvzap:gate={path}:alpha=0", f"kvzap:gate={path}:level=layer")
+  alike = f"kvzap:gate={path}:level=head"
+  cache = prefill(alike, kvjax.Tokens(9))
+  names = (f"ada/{alike}:alpha=0", f"kvzap:gate={path}:level=layer")
   shared, layered = (prefill(name, kvjax.Tokens(9)) for name in names)
   tensors = kvzap_tensors(WIDTH, KV_HEADS, LAYERS, 5)
   # The tiny model has no norm, so that layer 0 reads the embedding.

@@ -323,9 +323,10 @@ def refused(match, name, threshold=kvjax.Threshold(-4.0), **options):  # noqa: B
 
 
 def test_what_has_no_threshold_is_refused_in_one_sentence(name):
-  for method in ("keydiff", "snapkv", "chunked/" + name):
+  alike = f"{name}:level=head"
+  for method in ("keydiff", "snapkv", "chunked/" + alike):
     refused("its scores have no range that all prompts", method)
-  refused("leave out one of the two", f"ada/{name}")
+  refused("leave out one of the two", f"ada/{alike}")
   for schedule in (kvjax.Schedule(block=8), kvjax.Schedule(every=8)):
     refused("tokens are judged once", "kvzip", schedule=schedule)
     refused("tokens are judged once", name, schedule=schedule)
