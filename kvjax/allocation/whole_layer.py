@@ -38,7 +38,10 @@ class WholeLayer(Allocation):
   ) -> Int[np.ndarray, "L n"]:
     """Mean number of tokens of the heads of a layer, rounded up."""
     heads = np.array(sizes.heads, np.int32)[:, None]
-    return -(-self.totals(budget, lengths, sizes) // heads)
+    means = -(-self.totals(budget, lengths, sizes) // heads)
+    # By kvpress's rounding, layers with other numbers of heads differ by one.
+    most = means.max(axis=0, keepdims=True, initial=0)
+    return np.broadcast_to(most, means.shape)
 
   def totals(
     self, budget: Budget, lengths: Int[np.ndarray, " n"], sizes: Sizes

@@ -248,6 +248,9 @@ def test_kvpress_counts_what_it_removes():
       [K * n - int(K * n * (1 - share)) for n in lengths] for K in sizes.heads
     ]
     assert by_layer.tolist() == expected
+    counts = WholeLayer().counts(budget, lengths, sizes)
+    assert (counts == counts[0]).all()
+    assert (counts * np.array(sizes.heads)[:, None] >= by_layer).all()
 
 
 def test_too_many_protected_slots_share_the_budget():
