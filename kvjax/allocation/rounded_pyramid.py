@@ -44,7 +44,8 @@ class RoundedPyramid(Pyramid):
     if bottom >= length - self.window:
       bottom = length - self.window
       top = base * 2 - bottom
-    if not length >= bottom >= top >= self.window:
+    # A single layer has no other to take from; kvpress divides by zero there.
+    if layers < 2 or not length >= bottom >= top >= self.window:
       return [max(1, round(mean))] * layers
-    step = (bottom - top) / max(layers - 1, 1)
+    step = (bottom - top) / (layers - 1)
     return [round(bottom - layer * step) for layer in range(layers)]

@@ -53,7 +53,9 @@ def reserve(cache: Cache, tokens: int) -> Cache:
 
   A prompt that follows takes as many slots as it is padded to, which is
   `prompts.tokens.shape[1]`: with `Prompts.of`, 32 or more unless `padded` is
-  given. Its answer takes `max_new_tokens` more.
+  given. Its answer takes `max_new_tokens` more. If the cache evicts while
+  decoding, to more tokens than it has, it needs room for these and for what is
+  added between two evictions.
 
   Examples:
     >>> import kvjax

@@ -216,7 +216,9 @@ def prepare(plan: Plan, prompts: Prompts, geometry: Geometry) -> PreparedPlan:
     ]
     exact = np.array(retentions)[:, None]
     shares = np.where(np.isnan(exact), shares, exact)
-  keeps_all = (slots >= padded) & np.all(counts >= lengths, axis=1)
+  # Counts are means, rounded up: heads together may keep less.
+  heads = np.array(sizes.heads, np.int64)[:, None]
+  keeps_all = (slots >= padded) & np.all(totals >= heads * lengths, axis=1)
   slots = _round_capacities(np.maximum(slots, counts.max(axis=1)))
   slots = np.minimum(slots, padded)
   return _assign_layers(
@@ -285,7 +287,9 @@ def prepare_calibrated(
     parts += [] if row_parts is None else [row_parts]
   kept = np.concatenate(counts, axis=1)
   slots = [min(bucket(int(most)), padded) for most in kept.max(axis=1)]
-  keeps_all = np.all(kept >= lengths, axis=1)
+  together = np.concatenate(totals, axis=1)
+  heads = np.array(sizes.heads, np.int64)[:, None]
+  keeps_all = np.all(together >= heads * lengths, axis=1)
   shares = kept / lengths
   if not plan.spread.spreads_layers:
     shares = np.broadcast_to(retentions, kept.shape)
@@ -295,7 +299,7 @@ def prepare_calibrated(
     geometry,
     _Spread(
       kept,
-      np.concatenate(totals, axis=1),
+      together,
       np.array(slots),
       keeps_all,
       shares,

@@ -253,6 +253,24 @@ def test_kvpress_counts_what_it_removes():
     assert (counts * np.array(sizes.heads)[:, None] >= by_layer).all()
 
 
+@pytest.mark.parametrize(
+  "name", ["kvzip.kvpress:sinks=1", "compactor:spread=layer"]
+)
+def test_padding_does_not_change_what_a_large_budget_keeps(name):
+  """Where the mean of the heads, rounded up, is the whole prompt."""
+  model = TinyModel(kvjax.Geometry.uniform(2, 16, 8, 8, 4096))
+  row = np.random.default_rng(0).permutation(64)[:40].tolist()
+  plan = kvjax.get_plan(name, kvjax.Retention(0.99))
+
+  def kept(padded):
+    prompts = kvjax.Prompts.of([row], padded=padded)
+    cache, _ = kvjax.prefill(model, model.init(), prompts, plan)
+    return kept_positions(cache, 0)
+
+  assert sum(len(head) for layer in kept(64) for head in layer) < 2 * 8 * 40
+  assert kept(64) == kept(128)
+
+
 def test_too_many_protected_slots_share_the_budget():
   scores = jnp.asarray([[[1.0, 2.0, 3.0, 4.0], [8.0, 7.0, 6.0, 5.0]]])
   valid = jnp.ones(scores.shape, bool)

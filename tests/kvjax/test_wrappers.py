@@ -229,6 +229,8 @@ def test_a_rounded_pyramid_is_within_half_a_token():
   assert not uneven.all()
   off = np.abs(counts.mean(axis=0) - 0.37 * lengths)
   assert off[lengths > 2].max() <= 0.5 + 1e-9
+  alone = pyramid.counts(budget, lengths, Sizes((2,)))[0]
+  assert np.abs(alone - 0.37 * lengths)[lengths > 2].max() <= 0.5 + 1e-9
   everything = pyramid.counts(kvjax.Retention(1.0), lengths, Sizes((2,) * 7))
   assert (everything == lengths).all()
 
