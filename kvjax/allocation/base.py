@@ -267,6 +267,12 @@ class Allocation(abc.ABC):
       "shares it out once, when the prompt is known."
     )
 
+  def most_protected(
+    self, budget: Budget, lengths: Int[np.ndarray, " n"], sizes: Sizes
+  ) -> int:
+    """Number of tokens that all heads of these rows can keep."""
+    return int(self.counts(budget, lengths, sizes).min())
+
   def check_protected(
     self,
     protected: Bool[np.ndarray, " n"],
@@ -288,7 +294,7 @@ class Allocation(abc.ABC):
     """
     del repeated
     lengths = np.array([len(protected)])
-    most = int(self.counts(budget, lengths, sizes).min())
+    most = self.most_protected(budget, lengths, sizes)
     if protected.sum() > most:
       raise InputError(
         f"{protected.sum()} tokens of a prompt are protected and {most} may be "

@@ -41,7 +41,7 @@ class Middle(Allocation):
   ) -> Int[np.ndarray, "L n"]:
     """Number of tokens that all heads of a row keep together."""
     upper = super().totals(budget, lengths, sizes)
-    if not self.joint or not isinstance(budget, Retention):
+    if not self.joint or not isinstance(budget, Retention) or budget.share == 1:
       return upper
     middle = np.maximum(lengths - self.ends, 0)
     nearest = [

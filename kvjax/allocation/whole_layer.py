@@ -50,6 +50,13 @@ class WholeLayer(Allocation):
     totals = [kept_together(budget, lengths, heads) for heads in sizes.heads]
     return np.array(totals, np.int32).reshape(sizes.layers, len(lengths))
 
+  def most_protected(
+    self, budget: Budget, lengths: Int[np.ndarray, " n"], sizes: Sizes
+  ) -> int:
+    """The mean of the heads, rounded down."""
+    heads = np.array(sizes.heads, np.int32)[:, None]
+    return int((self.totals(budget, lengths, sizes) // heads).min())
+
   def select(
     self,
     method: Chooser,
@@ -97,7 +104,11 @@ def count_best(
   """
   protected = protected & valid
   kept = jnp.sum(protected, axis=-1, dtype=jnp.int32)
-  # Protected slots alone may be too many for the budget.
-  kept = jnp.minimum(kept, (totals // scores.shape[1])[:, None])
+  # Protected slots alone may be too many for the budget. What is left of equal
+  # shares goes to the first heads that have more of them.
+  least, rest = (x[:, None] for x in jnp.divmod(totals, scores.shape[1]))
+  more = kept > least
+  more &= jnp.cumsum(more, axis=1, dtype=jnp.int32) <= rest
+  kept = jnp.minimum(kept, least) + more.astype(jnp.int32)
   free = totals - jnp.sum(kept, axis=-1)
   return kept + head_counts(scores, valid & ~protected, free)

@@ -271,6 +271,25 @@ def test_padding_does_not_change_what_a_large_budget_keeps(name):
   assert kept(64) == kept(128)
 
 
+@pytest.mark.parametrize("level", ["model", "layer"])
+def test_more_than_all_heads_together_keep_is_not_protected(level):
+  plan = kvjax.get_plan(
+    f"kvzip.kvpress:level={level}", kvjax.Retention(0.1, rounding="kvpress")
+  )
+
+  def prefill(protected):
+    mask = [n >= 61 - protected for n in range(61)]
+    prompts = kvjax.Prompts.of([list(range(61))], protected=[mask])
+    return kvjax.prefill(MODEL, MODEL.init(), prompts, plan)[0]
+
+  with pytest.raises(
+    InputError, match="7 tokens of a prompt are protected and"
+  ):
+    prefill(7)
+  for layer in kept_positions(prefill(6), 0):
+    assert all({*range(55, 61)} <= {*head} for head in layer)
+
+
 def test_too_many_protected_slots_share_the_budget():
   scores = jnp.asarray([[[1.0, 2.0, 3.0, 4.0], [8.0, 7.0, 6.0, 5.0]]])
   valid = jnp.ones(scores.shape, bool)
