@@ -267,12 +267,6 @@ class Allocation(abc.ABC):
       "shares it out once, when the prompt is known."
     )
 
-  def most_protected(
-    self, budget: Budget, lengths: Int[np.ndarray, " n"], sizes: Sizes
-  ) -> int:
-    """Number of tokens that all heads of these rows can keep."""
-    return int(self.counts(budget, lengths, sizes).min())
-
   def check_protected(
     self,
     protected: Bool[np.ndarray, " n"],
@@ -294,7 +288,9 @@ class Allocation(abc.ABC):
     """
     del repeated
     lengths = np.array([len(protected)])
-    most = self.most_protected(budget, lengths, sizes)
+    # Heads that share a budget may keep less than their mean, rounded up.
+    heads = np.array(sizes.heads)[:, None]
+    most = int((self.totals(budget, lengths, sizes) // heads).min())
     if protected.sum() > most:
       raise InputError(
         f"{protected.sum()} tokens of a prompt are protected and {most} may be "

@@ -48,4 +48,4 @@ class RoundedPyramid(Pyramid):
     if layers < 2 or not length >= bottom >= top >= self.window:
       return [max(1, round(mean))] * layers
     step = (bottom - top) / (layers - 1)
-    return [round(bottom - layer * step) for layer in range(layers)]
+    return [max(1, round(bottom - layer * step)) for layer in range(layers)]

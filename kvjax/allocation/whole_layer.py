@@ -50,13 +50,6 @@ class WholeLayer(Allocation):
     totals = [kept_together(budget, lengths, heads) for heads in sizes.heads]
     return np.array(totals, np.int32).reshape(sizes.layers, len(lengths))
 
-  def most_protected(
-    self, budget: Budget, lengths: Int[np.ndarray, " n"], sizes: Sizes
-  ) -> int:
-    """The mean of the heads, rounded down."""
-    heads = np.array(sizes.heads, np.int32)[:, None]
-    return int((self.totals(budget, lengths, sizes) // heads).min())
-
   def select(
     self,
     method: Chooser,

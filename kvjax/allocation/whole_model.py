@@ -52,10 +52,3 @@ class WholeModel(Allocation):
     heads = max(sum(sizes.heads), 1)
     shares = kept_together(budget, lengths, sum(sizes.heads)) * ends // heads
     return np.diff(shares, axis=0, prepend=0).astype(np.int32)
-
-  def most_protected(
-    self, budget: Budget, lengths: Int[np.ndarray, " n"], sizes: Sizes
-  ) -> int:
-    """The mean of all heads, rounded down."""
-    heads = sum(sizes.heads)
-    return int((kept_together(budget, lengths, heads) // max(heads, 1)).min())

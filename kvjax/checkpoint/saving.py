@@ -17,6 +17,7 @@ import jax
 from kvjax import files, hosts
 from kvjax.cache.cache import Cache
 from kvjax.checkpoint.trees import Arrays, describe, empty_arrays, restore
+from kvjax.engine.capacity import check_cache
 from kvjax.errors import InputError
 from kvjax.model import Model
 
@@ -88,12 +89,7 @@ def save_cache(
   """
   files.check_local(directory)
   directory = pathlib.Path(directory).absolute()
-  layers = model.geometry.num_layers
-  if len(cache.order) != layers:
-    raise InputError(
-      f"The cache has {len(cache.order)} layers; it cannot be of a model "
-      f"with {layers}."
-    )
+  check_cache(model, cache)
   if jax.process_count() > 1 and not hosts.spread(cache):
     raise InputError(
       "Of a program on several hosts, only caches of a mesh of all their "

@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.cache.base import Layer
 from kvjax.cache.cache import Cache
+from kvjax.cache.window import WindowLayer
 from kvjax.engine.decode import Decoding, check_decoding
 from kvjax.engine.prepared import PreparedPlan, max_span, prepare_repeated
 from kvjax.errors import InputError
@@ -134,7 +135,7 @@ def check_cache(model: Model, cache: Cache) -> None:
   for layer, (spec, stack) in enumerate(zip(layers, cache.order, strict=True)):
     sizes = None if stack < 0 else found[stack]
     expected = [
-      (heads, spec.key_dim, spec.value_width, spec.window is not None)
+      (heads, spec.key_dim, spec.value_width, spec.window)
       for heads in (spec.kv_heads, spec.heads)
     ]
     if sizes not in (expected if spec.cache else [None]):
@@ -145,16 +146,16 @@ def check_cache(model: Model, cache: Cache) -> None:
       )
 
 
-def _describe(sizes: tuple[int, int, int, bool] | None) -> str:
+def _describe(sizes: tuple[int, int, int, int | None] | None) -> str:
   if sizes is None:
     return "no keys"
-  heads, key_width, value_width, is_ring = sizes
-  window = ", in a window," if is_ring else ""
-  return f"{heads} KV heads of widths {key_width} and {value_width}{window}"
+  heads, key_width, value_width, window = sizes
+  within = "" if window is None else f", in a window of {window},"
+  return f"{heads} KV heads of widths {key_width} and {value_width}{within}"
 
 
-def _sizes_of(stack: Layer) -> tuple[int, int, int, bool]:
-  """KV heads, widths of keys and values, and whether it is a ring."""
+def _sizes_of(stack: Layer) -> tuple[int, int, int, int | None]:
+  """KV heads, widths of keys and values, and the window if it has one."""
   widths: list[tuple[int, int]] = []
 
   def look(part: Any) -> Any:
@@ -167,7 +168,10 @@ def _sizes_of(stack: Layer) -> tuple[int, int, int, bool]:
 
   stack.map_slots(look)
   heads = jax.eval_shape(lambda stack: stack.lengths, stack).shape[-1]
-  return heads, *widths[0], stack.capacity is None
+  window = None
+  if isinstance(stack, WindowLayer):
+    window = stack.positions.shape[-1]
+  return heads, *widths[0], window
 
 
 def check_prompts(

@@ -127,7 +127,8 @@ def _nucleus(
   """Masks all but the fewest most likely tokens that reach `top_p`."""
   order = jnp.argsort(logits, descending=True)
   share = jax.nn.softmax(logits[order])
-  # Without the token's own share, so that the most likely one always stays.
-  before = jnp.cumsum(share) - share
-  kept = jnp.zeros(logits.shape, bool).at[order].set(before < top_p)
+  # Without the token's own share. The most likely one stays even if `top_p` is
+  # too small for float32.
+  stays = (jnp.cumsum(share) - share < top_p).at[0].set(True)
+  kept = jnp.zeros(logits.shape, bool).at[order].set(stays)
   return jnp.where(kept, logits, -jnp.inf)

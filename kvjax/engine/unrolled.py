@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int, PyTree
 from kvjax.cache.cache import Cache
 from kvjax.engine.model_layers import layer_stacks
 from kvjax.engine.rerotation import RotaryModel
+from kvjax.hosts import is_traced
 from kvjax.model import Attend, Geometry, LayerSpec, Model, ranks
 
 # Tokens of an answer from which on faster steps make up for compilation.
@@ -51,6 +52,7 @@ def layers_apart(
 def _is_on_one_cpu(params: PyTree) -> bool:
   return jax.sharding.get_abstract_mesh().empty and all(
     isinstance(leaf, jax.Array)
+    and not is_traced(leaf)
     and len(leaf.devices()) == 1
     and next(iter(leaf.devices())).platform == "cpu"
     for leaf in jax.tree.leaves(params)

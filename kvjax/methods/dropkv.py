@@ -120,5 +120,4 @@ class DropKV(ScoringMethod):
   ) -> Bool[Array, "B K T"]:
     """The last W tokens."""
     del counts
-    valid = cache.valid
-    return last_tokens(valid, self.window)
+    return last_tokens(cache.valid, self.window)

@@ -87,8 +87,7 @@ class QFilters(ScoringMethod):
   ) -> Bool[Array, "B K T"]:
     """The last tokens, if any."""
     del counts
-    valid = cache.valid
-    return last_tokens(valid, self.recent)
+    return last_tokens(cache.valid, self.recent)
 
   @property
   def _stored(self) -> Stored:

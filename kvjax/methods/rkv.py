@@ -91,8 +91,7 @@ class RKV(ScoringMethod):
   ) -> Bool[Array, "B K T"]:
     """The last W tokens."""
     del counts
-    valid = cache.valid
-    return last_tokens(valid, self.window)
+    return last_tokens(cache.valid, self.window)
 
   def attention(
     self, cache: LayerCache, activations: Activations

@@ -299,10 +299,12 @@ def test_sampling_follows_the_distribution():
   assert np.all(np.asarray(cold) == 0)
 
 
-@pytest.mark.parametrize("top_p", [1.0, 0.9])
+# The last one is 0 in float32.
+@pytest.mark.parametrize("top_p", [1.0, 0.9, 1e-50])
 def test_the_lowest_temperatures_take_the_most_likely_token(top_p):
   logits = jnp.asarray([[5.0, 9.0, 30.0, 8.0]] * 3)
-  for temperature in (1e-38, 1e-300):
+  # A tiny `top_p` leaves the most likely token at any temperature.
+  for temperature in (1e-38, 1e-300, *([1.0, 50.0] if top_p < 0.5 else [])):
     inputs = SamplingInputs.of(Sampling(temperature, top_p))
     drawn = sample(logits, inputs, jnp.arange(3), jnp.zeros(3, jnp.int32))
     assert drawn.tolist() == [2, 2, 2]

@@ -10,8 +10,6 @@ import pytest
 import replayed
 
 import kvjax
-from kvjax.allocation import Sizes, WholeModel
-from kvjax.allocation.whole_layer import WholeLayer, count_best
 from kvjax.cache.packed import PAGE
 from kvjax.cache.sharding import parse_mesh
 from kvjax.engine import deferred
@@ -218,84 +216,6 @@ def test_layers_without_a_full_cache_are_replayed_too():
   kept = kept_positions(cache, 0)
   assert [len(head) for head in kept[0]] == [16, 16]
   assert sum(len(head) for layer in kept[1:] for head in layer) == 4 * 12
-
-
-def test_levels_share_budgets_among_other_heads():
-  def lengths(level):
-    plan = kvjax.get_plan(f"kvzip:level={level}", kvjax.Retention(0.5))
-    cache, _ = kvjax.prefill(MODEL, MODEL.init(), prompts_of(), plan)
-    return np.asarray(cache.lengths)[:, 0]
-
-  assert (lengths("head") == 23).all()
-  assert (lengths("layer").sum(axis=1) == 46).all()
-  assert lengths("layer").std() > 0
-  assert lengths("model").sum() == 6 * 23
-  assert lengths("model").sum(axis=1).std() > 0
-
-
-def test_kvpress_counts_what_it_removes():
-  spread, sizes = WholeModel(), Sizes((2, 3, 2))
-  lengths = np.array([61, 173, 1])
-  for share in (0.1, 0.25, 0.47):
-    budget = kvjax.Retention(share, rounding="kvpress")
-    totals = spread.totals(budget, lengths, sizes).sum(axis=0)
-    expected = [7 * n - int(7 * n * (1 - share)) for n in lengths]
-    assert totals.tolist() == expected
-    up = spread.totals(kvjax.Retention(share), lengths, sizes).sum(axis=0)
-    assert up.tolist() == [7 * int(np.ceil(share * n)) for n in lengths]
-    by_layer = WholeLayer().totals(budget, lengths, sizes)
-    expected = [
-      [K * n - int(K * n * (1 - share)) for n in lengths] for K in sizes.heads
-    ]
-    assert by_layer.tolist() == expected
-    counts = WholeLayer().counts(budget, lengths, sizes)
-    assert (counts == counts[0]).all()
-    assert (counts * np.array(sizes.heads)[:, None] >= by_layer).all()
-
-
-@pytest.mark.parametrize(
-  "name", ["kvzip.kvpress:sinks=1", "compactor:spread=layer"]
-)
-def test_padding_does_not_change_what_a_large_budget_keeps(name):
-  """Where the mean of the heads, rounded up, is the whole prompt."""
-  model = TinyModel(kvjax.Geometry.uniform(2, 16, 8, 8, 4096))
-  row = np.random.default_rng(0).permutation(64)[:40].tolist()
-  plan = kvjax.get_plan(name, kvjax.Retention(0.99))
-
-  def kept(padded):
-    prompts = kvjax.Prompts.of([row], padded=padded)
-    cache, _ = kvjax.prefill(model, model.init(), prompts, plan)
-    return kept_positions(cache, 0)
-
-  assert sum(len(head) for layer in kept(64) for head in layer) < 2 * 8 * 40
-  assert kept(64) == kept(128)
-
-
-@pytest.mark.parametrize("level", ["model", "layer"])
-def test_more_than_all_heads_together_keep_is_not_protected(level):
-  plan = kvjax.get_plan(
-    f"kvzip.kvpress:level={level}", kvjax.Retention(0.1, rounding="kvpress")
-  )
-
-  def prefill(protected):
-    mask = [n >= 61 - protected for n in range(61)]
-    prompts = kvjax.Prompts.of([list(range(61))], protected=[mask])
-    return kvjax.prefill(MODEL, MODEL.init(), prompts, plan)[0]
-
-  with pytest.raises(
-    InputError, match="7 tokens of a prompt are protected and"
-  ):
-    prefill(7)
-  for layer in kept_positions(prefill(6), 0):
-    assert all({*range(55, 61)} <= {*head} for head in layer)
-
-
-def test_too_many_protected_slots_share_the_budget():
-  scores = jnp.asarray([[[1.0, 2.0, 3.0, 4.0], [8.0, 7.0, 6.0, 5.0]]])
-  valid = jnp.ones(scores.shape, bool)
-  protected = jnp.asarray([[[True, True, True, False], [False] * 4]])
-  counts = count_best(scores, valid, protected, jnp.asarray([4], jnp.int32))
-  assert counts.tolist() == [[2, 2]]
 
 
 @pytest.mark.parametrize(

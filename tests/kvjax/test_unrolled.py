@@ -101,6 +101,17 @@ def test_a_cache_that_is_not_kept_is_left_as_it_was(turn, asked):
   assert_same(cache, kvjax.reserve(before, 60))
 
 
+def test_traced_weights_take_the_loop(turn):
+  """It is not known where they are."""
+  expected, cache = turn(UNIFORM, PLANS["keydiff"], True, False, apart=True)
+
+  def answer(params):
+    return kvjax.generate(UNIFORM, params, cache, QUESTIONS, DECODING).tokens
+
+  found = jax.jit(answer)(UNIFORM.init())
+  np.testing.assert_array_equal(found, expected.tokens)
+
+
 def test_weights_are_not_copied(monkeypatch):
   monkeypatch.setattr(unrolled, "TOKENS", 1)
   model = TinyModel(geometry=kvjax.Geometry.uniform(3, 4, 2, 16, 64), width=64)

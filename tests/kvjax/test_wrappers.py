@@ -235,6 +235,13 @@ def test_a_rounded_pyramid_is_within_half_a_token():
   assert (everything == lengths).all()
 
 
+@pytest.mark.parametrize("budget", [kvjax.Tokens(5), kvjax.Retention(0.1)])
+def test_a_rounded_pyramid_leaves_no_layer_empty(budget):
+  pyramid = RoundedPyramid(Uniform(), window=0, beta=20.0)
+  counts = pyramid.counts(budget, np.arange(1, 200), Sizes((2,) * 4))
+  assert counts.min() >= 1
+
+
 def test_a_budget_per_layer_keeps_what_each_keeps():
   shares = [kvjax.Retention(0.5), kvjax.Tokens(7), kvjax.Retention(1.0)]
   shares = (shares * LAYERS)[:LAYERS]
