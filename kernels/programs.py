@@ -63,4 +63,5 @@ def _kernel(xla: Callable[..., Any], platform: Platform) -> Callable[..., Any]:
     module = importlib.import_module(f"{package}.{platform}")
     return vars(module)[name](*operands, **options)
 
+  kernel.__name__ = name
   return kernel

@@ -1,9 +1,16 @@
 """Errors and warnings about a user's input."""
 
 import contextlib
+import os
+import pathlib
+import warnings
 from collections.abc import Iterator
 
 from kvjax.names import name_of
+
+# Frames that are not the user's. Constructors of dataclasses have no file, nor
+# do parts of Python's own.
+_OWN = (f"{pathlib.Path(__file__).parent}{os.sep}", "<string", "<frozen")
 
 
 class InputError(ValueError):
@@ -28,6 +35,11 @@ class InputWarning(UserWarning):
 
   Its message is one sentence. The command line prints it and continues.
   """
+
+
+def warn(sentence: str) -> None:
+  """Warns of a possible mistake, at the line of the caller that made it."""
+  warnings.warn(sentence, InputWarning, skip_file_prefixes=_OWN)
 
 
 @contextlib.contextmanager

@@ -138,12 +138,12 @@ class Prompts:
 
   @property
   def known_lengths(self) -> Int[np.ndarray, " B"]:
-    """The lengths on the host.
+    """The lengths on the host, in 32 bits whatever their own dtype.
 
     Raises:
       InputError: they are traced, as within `jax.jit`.
     """
-    return _known(self.lengths)
+    return _known(self.lengths).astype(np.int32)
 
   def rows(self) -> list[list[int]]:
     """Returns the tokens as lists."""
@@ -198,6 +198,19 @@ def check_batch(prompts: Any) -> None:
     raise InputError(
       f"Prompts must be kvjax.Prompts, and a {type(prompts).__name__} is not; "
       "make them of lists of tokens with kvjax.Prompts.of."
+    )
+
+
+def check_unprotected(prompts: Prompts) -> None:
+  """Refuses a mask in what follows a prefill.
+
+  Raises:
+    InputError: there is one.
+  """
+  if prompts.protected is not None:
+    raise InputError(
+      "Tokens can be protected in what is prefilled only; give the question "
+      "without a mask."
     )
 
 

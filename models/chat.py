@@ -3,7 +3,6 @@
 import dataclasses
 import numbers
 import os
-import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -11,9 +10,8 @@ import jax
 
 import kvjax
 from kvjax.engine.capacity import check_prompts, missing_slots, prepare_decoding
-from kvjax.engine.plan_conflicts import OWN_FRAMES
 from kvjax.engine.sampling import Sampling
-from kvjax.errors import InputError, InputWarning
+from kvjax.errors import InputError, warn
 from kvjax.hosts import read
 from kvjax.models.text_stream import TextStream
 
@@ -236,11 +234,9 @@ def _check_text(name: str, given: Any) -> None:
 def _warn_of_path(text: str) -> None:
   """Warns of a text that is the path of a file."""
   if "\n" not in text and os.path.isfile(text):
-    warnings.warn(
+    warn(
       f"{text!r} is the path of a file, and the path, not what the file "
-      "holds, is compressed; pass the file's content.",
-      InputWarning,
-      skip_file_prefixes=OWN_FRAMES,
+      "holds, is compressed; pass the file's content."
     )
 
 

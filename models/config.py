@@ -1,11 +1,10 @@
 """Decoder configurations in the format of Hugging Face's config.json."""
 
 import dataclasses
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from kvjax.errors import InputError, InputWarning
+from kvjax.errors import InputError, warn
 from kvjax.model import Geometry, LayerSpec
 from kvjax.models.families import FAMILIES, Family
 from kvjax.models.features import find_features, text_fields
@@ -228,11 +227,9 @@ class DecoderConfig:
     read.faults += other_fields.faults
     read.refuse_faults()
     if other_fields.unknown:
-      warnings.warn(
+      warn(
         "config.json has fields that kvjax does not know and passes over: "
-        f"{', '.join(other_fields.unknown)}.",
-        InputWarning,
-        stacklevel=2,
+        f"{', '.join(other_fields.unknown)}."
       )
     return cls(model_type, **values)
 

@@ -3,13 +3,12 @@
 import dataclasses
 import os
 import pathlib
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import safetensors
 
-from kvjax.errors import InputError, InputWarning
+from kvjax.errors import InputError, warn
 from kvjax.models.json_files import read_json
 from kvjax.models.mxfp4 import join_blocks
 
@@ -137,11 +136,9 @@ def _text_decoder(
       _Renamed(file, name) if start else file
     )
   if skipped:
-    warnings.warn(
+    warn(
       f"{directory} holds {skipped} tensors of a vision tower, which are "
-      "skipped: kvjax runs the text decoder alone.",
-      InputWarning,
-      stacklevel=2,
+      "skipped: kvjax runs the text decoder alone."
     )
   return kept
 

@@ -3,14 +3,13 @@
 import contextlib
 import itertools
 import pathlib
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import tokenizers
 
 from kvjax import files
-from kvjax.errors import InputError, InputWarning
+from kvjax.errors import InputError, warn
 from kvjax.models.fields import format_value
 from kvjax.models.json_files import (
   is_present,
@@ -114,12 +113,10 @@ class Tokenizer:
       and not is_present(template)
       and config.get("chat_template") is None
     ):
-      warnings.warn(
+      warn(
         f"{unread} is the chat template of a processor of images, which kvjax "
         "does not read: prompts have no template. Save one for texts as "
-        f"{template.name}.",
-        InputWarning,
-        stacklevel=2,
+        f"{template.name}."
       )
     return cls(
       backend,
@@ -349,12 +346,10 @@ def _default_template(config: Mapping[str, Any]) -> str | None:
         return next(iter(named.values()))
       if not named or "default" in named:
         return named.get("default")
-      warnings.warn(
+      warn(
         "tokenizer_config.json has the chat templates "
         f"{', '.join(sorted(named))}, but none named default: prompts have no "
-        "template. Save the one to use as chat_template.jinja.",
-        InputWarning,
-        stacklevel=2,
+        "template. Save the one to use as chat_template.jinja."
       )
       return None
   elif template is None or isinstance(template, str):

@@ -48,8 +48,9 @@ class Middle(Allocation):
       [budget.nearest(h * int(n)) for n in middle] for h in sizes.heads
     ]
     heads = np.array(sizes.heads)[:, None]
-    # At least a token per head, as in `counts`, which are rounded up.
-    return np.minimum(np.maximum(np.array(nearest), heads), upper)
+    # Every head keeps the ends; at least a token, as in `counts`.
+    least = heads * np.clip(lengths, 1, max(self.ends, 1))
+    return np.minimum(np.maximum(np.array(nearest), least), upper)
 
   def capacities(
     self, budget: Budget, padded: int, sizes: Sizes

@@ -14,6 +14,7 @@ from kvjax.cache.base import Layer
 from kvjax.cache.cache import Cache
 from kvjax.cache.sharding import shard_stack
 from kvjax.errors import InputError
+from kvjax.options.bounds import check_count
 from kvjax.placement import is_on_host
 
 
@@ -51,6 +52,9 @@ def group_caches(
     padding_nbytes: bytes of empty slots, on all devices, that `stack` may add
       to a group.
 
+  Raises:
+    InputError: `caches` is no list.
+
   Examples:
     >>> import kvjax
     >>> from kvjax.testing import TinyModel
@@ -64,6 +68,7 @@ def group_caches(
     >>> kvjax.group_caches(caches, padding_nbytes=1000)
     [[0, 1, 2]]
   """
+  _check_sequence(caches)
   equal: dict[Any, list[int]] = {}
   for index, cache in enumerate(caches):
     equal.setdefault(_join_key(cache), []).append(index)
@@ -87,6 +92,15 @@ def group_caches(
       groups.append(list(alike))
       added.append(0)
   return sorted(map(sorted, groups))
+
+
+def _check_sequence(caches: Any) -> None:
+  """Refuses what is no sequence of caches, as type checkers do."""
+  if not isinstance(caches, Sequence):
+    raise InputError(
+      "Caches are given as a list, as in [cache, other]; a "
+      f"{type(caches).__name__} is none."
+    )
 
 
 def _grown(cache: Cache, other: Cache) -> Cache:
@@ -184,6 +198,7 @@ def stack(caches: Sequence[Cache]) -> Cache:
     >>> kvjax.stack([cache, cache]).next_positions.tolist()
     [4, 2, 4, 2]
   """
+  _check_sequence(caches)
   if len(caches) == 1:
     return caches[0]
   if caches:
@@ -320,7 +335,8 @@ def unstack(cache: Cache, count: int) -> tuple[Cache, ...]:
     [[4], [2]]
   """
   rows = cache.next_positions.shape[0]
-  if count < 1 or rows % count:
+  check_count("The number of caches", count)
+  if rows % count:
     raise InputError(
       f"{rows} rows cannot be divided into {count} caches of equally many."
     )

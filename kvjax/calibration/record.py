@@ -5,7 +5,6 @@ import itertools
 import json
 import math
 import os
-import warnings
 from typing import Literal
 
 import numpy as np
@@ -15,8 +14,8 @@ from kvjax import files
 from kvjax.calibration.curve import least_retention
 from kvjax.calibration.features import NAMES, Features
 from kvjax.calibration.fields import PRESETS, checked, to_json
-from kvjax.errors import InputError, InputWarning
-from kvjax.options.bounds import check_choices
+from kvjax.errors import InputError, warn
+from kvjax.options.bounds import check_choices, check_number
 from kvjax.options.budgets import Rounding
 
 Path = str | os.PathLike[str]
@@ -129,8 +128,8 @@ class Calibration:
     ):
       raise InputError(
         "A calibration must have finite numbers, a tau_range and promises "
-        "within 0 and 1, the latter ascending, and at least one triple, not "
-        f"{self}."
+        "within 0 and 1, the latter ascending, and at least one triple; that "
+        f"of {self.method:.80} has not."
       )
     grid, shape = [0.0, *self.grid, 1.0], [0.0, *self.shape, 1.0]
     if (
@@ -147,7 +146,8 @@ class Calibration:
         'A calibration must have preset "paper" or "prefill", slopes of '
         f"{', '.join(NAMES)}, ranges of {', '.join(Features._fields)}, the "
         "measured retentions ascending within 0 and 1 and, for preset "
-        f'"prefill", a shape that never falls, not {self}.'
+        f'"prefill", a shape that never falls; that of {self.method:.80} has '
+        "not."
       )
 
   def check(self, method: object, per_query_head: bool) -> None:
@@ -196,7 +196,11 @@ class Calibration:
     Args:
       features: what the prefill tells about the contexts.
       tau: target quality of the curve.
+
+    Raises:
+      InputError: tau is not above 0 and at most 1.
     """
+    check_tau(tau)
     kc = self.curvature(self._in_range(features))
     known = np.isfinite(kc)
     least = least_retention(tau, np.where(known, kc, 0.0))
@@ -239,12 +243,10 @@ class Calibration:
         outside.append(f"{name} of {low:g} to {high:g}")
         far |= beyond
     if outside:
-      warnings.warn(
+      warn(
         f"The calibration of {self.method} was measured on contexts with "
         f"{' and '.join(outside)}; others {self._treated}, so calibrate on "
-        "contexts like them.",
-        InputWarning,
-        stacklevel=3,
+        "contexts like them."
       )
     if self.preset == "prefill":
       clamped["nll"] = np.where(far, np.nan, clamped.get("nll", features.nll))
@@ -263,12 +265,10 @@ class Calibration:
     low, high = self.grid[0], self.grid[-1]
     outside = found[(found < low - _EQUAL) | (found > high + _EQUAL)]
     if len(outside):
-      warnings.warn(
+      warn(
         f"The curve of {self.method} gives a retention of {outside[0]:.4g}, "
         f"and was measured from {low:g} to {high:g}; preset prefill does not "
-        "extrapolate.",
-        InputWarning,
-        stacklevel=3,
+        "extrapolate."
       )
 
   def save(self, path: Path) -> None:
@@ -314,6 +314,7 @@ def check_tau(tau: float) -> None:
   Raises:
     InputError: it is not above 0 and at most 1.
   """
+  check_number("tau", tau)
   if not 0 < tau <= 1:
     raise InputError(
       "tau is the share of quality that is to be left, above 0 and at most 1; "

@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from kvjax.activations import Activations
@@ -32,7 +31,7 @@ def prefill_blocks(
   A layer never contains more tokens than its budget and one block. Arguments
   and results are those of `kvjax.prefill`.
   """
-  lengths = np.asarray(prompts.lengths)
+  lengths = prompts.known_lengths
   longest = prompts.tokens.shape[1]
   prepared = prepare_repeated(plan, lengths, longest, model.geometry)
   protected = prompts.protected

@@ -15,8 +15,8 @@ from kvjax.engine.prepared import PreparedPlan, max_span, prepare_repeated
 from kvjax.errors import InputError
 from kvjax.hosts import read
 from kvjax.kernels.quantized import Quantized
-from kvjax.model import Model, check_context, check_tokens
-from kvjax.prompts import Prompts, bucket
+from kvjax.model import Model, Vocabulary, check_context, check_tokens
+from kvjax.prompts import Prompts, bucket, check_unprotected
 
 _TOGETHER = "The context, with question and answer,"
 
@@ -72,12 +72,12 @@ def _slots_needed(
   if prepared is None:
     return full
   # First the block, next to all that is there; after its eviction, at most
-  # `step` tokens between two evictions.
+  # `step` tokens between two evictions. Never more than all tokens.
   step = min(prepared.plan.schedule.every or 1, decoding.max_new_tokens)
   first = [cache.order.index(number) for number in range(len(used))]
   return [
     # A layer that never evicts never closes the gaps between rows either.
-    max(slots + (width or step), prepared.capacity + step)
+    min(total, max(slots + (width or step), prepared.capacity + step))
     if prepared.compressed[layer]
     else total
     for layer, slots, total in zip(first, used, full, strict=True)
@@ -183,7 +183,8 @@ def check_prompts(
   """Refuses prompts that do not fit a cache; returns their padded width."""
   check_decoding(decoding)
   check_cache(model, cache)
-  processed = read(cache.next_positions)
+  # A sum of the next lines may not fit 32 bits.
+  processed = read(cache.next_positions).astype(np.int64)
   rows = len(processed)
   if not isinstance(prompts, Prompts):
     if isinstance(prompts, list | tuple | str) or np.ndim(prompts) != 2:
@@ -197,13 +198,15 @@ def check_prompts(
         f"The cache has {rows} rows and the logits {len(prompts)}; give those "
         "that its prefill returned."
       )
+    width = np.shape(prompts)[1]
+    if isinstance(model, Vocabulary) and width != model.vocab_size:
+      raise InputError(
+        f"The logits are of {width} tokens and the model has "
+        f"{model.vocab_size}; give those that its prefill returned."
+      )
     _check_lengths(model, cache, processed + decoding.max_new_tokens, 0)
     return 0
-  if prompts.protected is not None:
-    raise InputError(
-      "Tokens can be protected in what is prefilled only; give the question "
-      "without a mask."
-    )
+  check_unprotected(prompts)
   questions = prompts.tokens.shape[0]
   if rows != questions:
     raise InputError(

@@ -86,11 +86,14 @@ def check_decoding(decoding: Any) -> None:
 def _stop_id(token: Any) -> int:
   try:
     # Integers of arrays pass, too.
-    return operator.index(token)
+    value = operator.index(token)
   except TypeError:
+    value = None
+  if value is None or not -(2**31) <= value < 2**31:
     raise InputError(
       f"stop_ids must be token ids, as in [2]; {token!r} is not one."
-    ) from None
+    )
+  return value
 
 
 class DecodedTokens(NamedTuple):

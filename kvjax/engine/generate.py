@@ -44,6 +44,7 @@ from kvjax.engine.unrolled import (
 )
 from kvjax.hosts import read
 from kvjax.model import Model
+from kvjax.options.bounds import check_count
 from kvjax.prompts import Prompts
 from kvjax.struct import tree_bytes
 
@@ -53,9 +54,10 @@ def reserve(cache: Cache, tokens: int) -> Cache:
 
   A prompt that follows takes as many slots as it is padded to, which is
   `prompts.tokens.shape[1]`: with `Prompts.of`, 32 or more unless `padded` is
-  given. Its answer takes `max_new_tokens` more. If the cache evicts while
-  decoding, to more tokens than it has, it needs room for these and for what is
-  added between two evictions.
+  given. Its answer takes `max_new_tokens` more.
+
+  Raises:
+    InputError: `tokens` is no whole number of 0 or more.
 
   Examples:
     >>> import kvjax
@@ -70,6 +72,7 @@ def reserve(cache: Cache, tokens: int) -> Cache:
     >>> kvjax.reserve(cache, 8).layer(0).capacity
     11
   """
+  check_count("The number of tokens to reserve", tokens, 0)
   larger = cache.grow(wider_capacities(cache, tokens))
   existing = {id(leaf) for leaf in jax.tree.leaves(cache)}
   # One of the caches may be donated, so they must not share arrays.

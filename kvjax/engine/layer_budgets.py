@@ -116,7 +116,7 @@ def check_protected(plan: Plan, prompts: Prompts, geometry: Geometry) -> None:
   if prompts.protected is None or keeps_all:
     return
   budgets = dict.fromkeys(layer_budgets(plan, geometry))
-  rows = zip(prompts.protected, np.asarray(prompts.lengths), strict=True)
+  rows = zip(prompts.protected, prompts.known_lengths, strict=True)
   for protected, length in rows:
     for budget in budgets:
       plan.spread.check_protected(

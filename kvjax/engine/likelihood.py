@@ -13,7 +13,7 @@ from kvjax.engine.forward import prompt_hidden
 from kvjax.errors import InputError
 from kvjax.hosts import is_traced, read
 from kvjax.model import Model, check_context, check_tokens
-from kvjax.prompts import Prompts, check_batch
+from kvjax.prompts import Prompts, check_batch, check_unprotected
 
 # Maximum number of positions, over all rows, whose logits exist at a time.
 _AT_ONCE = 256
@@ -69,8 +69,9 @@ def answer_nll(
     answers: one answer per row.
 
   Raises:
-    InputError: rows, questions and answers differ in number, the cache evicts
-      while decoding, or all together are longer than the model's context.
+    InputError: rows, questions and answers differ in number, questions or
+      answers have a mask, the cache evicts while decoding, or all together are
+      longer than the model's context.
 
   Examples:
     >>> import kvjax
@@ -89,6 +90,8 @@ def answer_nll(
   check_caches([cache])
   check_batch(questions)
   check_batch(answers)
+  check_unprotected(questions)
+  check_unprotected(answers)
   rows = len(cache.next_positions)
   if not rows == questions.tokens.shape[0] == answers.tokens.shape[0]:
     raise InputError(
@@ -105,8 +108,12 @@ def answer_nll(
     answers.known_lengths,
   )
   pairs = zip(questions.rows(), answers.rows(), strict=True)
-  # One block, in which the answer follows its question without padding.
-  both = Prompts.of([question + answer for question, answer in pairs])
+  # One block, in which the answer follows its question without padding. Its
+  # width depends on shapes alone: batches of one shape share a program.
+  both = Prompts.of(
+    [question + answer for question, answer in pairs],
+    questions.tokens.shape[1] + answers.tokens.shape[1],
+  )
   check_cache(model, cache)
   total = question_lengths + answer_lengths
   if not is_traced(cache.next_positions):

@@ -1,19 +1,13 @@
 """Parts of plans that exclude each other, or may not do what users expect."""
 
 import math
-import os
-import pathlib
-import warnings
 from collections.abc import Mapping
 
-from kvjax.errors import InputError, InputWarning
+from kvjax.errors import InputError, warn
 from kvjax.methods.base import Method
 from kvjax.methods.traits import Traits
 from kvjax.names import name_of
 from kvjax.options.budgets import Threshold
-
-# Warnings name the user's line; the constructors of dataclasses have no file.
-OWN_FRAMES = (f"{pathlib.Path(__file__).parents[1]}{os.sep}", "<string")
 
 
 def check_channels(method: Method, parts: Mapping[str, bool]) -> None:
@@ -83,4 +77,4 @@ def warn_of_threshold(
       f"{'all tokens' if least < low else 'few but the last'}."
     )
   if said and math.isfinite(least):
-    warnings.warn(said, InputWarning, skip_file_prefixes=OWN_FRAMES)
+    warn(said)

@@ -1,14 +1,12 @@
 """Whether a plan fits a model."""
 
-import warnings
 from collections.abc import Iterable
 
 from kvjax.cache.sharding import context_size, heads_fill_mesh
 from kvjax.engine.layer_budgets import compressed_layers, kv_heads
-from kvjax.engine.plan_conflicts import OWN_FRAMES
 from kvjax.engine.plans import Plan
 from kvjax.engine.rerotation import check_rotary
-from kvjax.errors import InputError, InputWarning
+from kvjax.errors import InputError, warn
 from kvjax.model import Geometry, Model
 from kvjax.names import name_of
 from kvjax.prompts import Prompts
@@ -70,12 +68,10 @@ def warn_without_request(plans: Iterable[Plan], prompts: Prompts) -> None:
     return
   for plan in plans:
     if plan.method.traits.replay is not None:
-      warnings.warn(
+      warn(
         f"{plan.name} asks the model to repeat the prompt, and these prompts "
         "do not say how; give kvjax.Prompts "
-        "repeat_request=kvjax.RepeatRequest.of(lm.tokenizer).",
-        InputWarning,
-        skip_file_prefixes=OWN_FRAMES,
+        "repeat_request=kvjax.RepeatRequest.of(lm.tokenizer)."
       )
       return
 
@@ -113,12 +109,10 @@ def check_context_axis(model: Model, plan: Plan, padded: int) -> None:
     kv_heads(plan, spec) for spec in model.geometry.layers if spec.compressible
   }
   if not plan.pageable and not all(map(heads_fill_mesh, heads)):
-    warnings.warn(
+    warn(
       f"The {devices} devices of the axis 'context' will all have the same "
       f"cache: {max(heads)} KV heads cannot be shared out over 'model' and "
-      "'context' together, and this plan's cache is not in pages.",
-      InputWarning,
-      skip_file_prefixes=OWN_FRAMES,
+      "'context' together, and this plan's cache is not in pages."
     )
 
 
@@ -130,9 +124,7 @@ def _warn_of_windows(plan: Plan, geometry: Geometry) -> None:
   if plan.method.traits.keeps_all:
     return
   if not any(spec.compressible for spec in geometry.layers):
-    warnings.warn(
+    warn(
       f"All layers of this model have a window, which methods leave alone: "
-      f"{plan.name} compresses nothing.",
-      InputWarning,
-      skip_file_prefixes=OWN_FRAMES,
+      f"{plan.name} compresses nothing."
     )

@@ -196,7 +196,7 @@ def prepare(plan: Plan, prompts: Prompts, geometry: Geometry) -> PreparedPlan:
     InputError: a prompt protects more tokens than are kept, or a budget per
       layer has another number of layers than the model.
   """
-  lengths = np.asarray(prompts.lengths)
+  lengths = prompts.known_lengths
   padded = prompts.tokens.shape[1]
   check_protected(plan, prompts, geometry)
   spread, sizes = plan.spread, budget_sizes(plan, geometry)
@@ -269,7 +269,7 @@ def prepare_calibrated(
   Raises:
     InputError: a row protects more tokens than it keeps.
   """
-  lengths = np.asarray(prompts.lengths)
+  lengths = prompts.known_lengths
   padded = prompts.tokens.shape[1]
   sizes = budget_sizes(plan, geometry)
   assert isinstance(plan.budget, Calibrated)
@@ -372,7 +372,7 @@ def _assign_layers(
   plan: Plan, prompts: Prompts, geometry: Geometry, spread: _Spread
 ) -> PreparedPlan:
   """Assigns budgets to the layers; uncompressed ones keep everything."""
-  lengths = np.asarray(prompts.lengths, np.int32)
+  lengths = prompts.known_lengths
   padded = prompts.tokens.shape[1]
   spread_layers = iter(zip(*spread[:5], strict=True))
   layers = []

@@ -129,7 +129,7 @@ def _widths(padded: int, chunk: int) -> list[int]:
 def _check_length(model: Model, prompts: Prompts, width: int) -> None:
   """Refuses prompts whose replay has no positions left."""
   what = f"The prompt, with {width} tokens to replay a chunk of it,"
-  check_context(model, np.asarray(prompts.lengths) + width, what)
+  check_context(model, prompts.known_lengths + width, what)
 
 
 @functools.partial(jax.jit, static_argnames=("request", "sizes"))

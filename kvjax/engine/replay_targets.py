@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, PyTree
 
 from kvjax.activations import Activations
@@ -47,7 +46,7 @@ def replay_targets(
     InputError: a prompt and its replay are longer than the model's context.
   """
   geometry = model.geometry
-  check_context(model, np.asarray(prompts.lengths))
+  check_context(model, prompts.known_lengths)
   seen: dict[int, Activations] = {}
   inputs: dict[int, Float[Array, "B S E"]] = {}
   layers = prompt_programs.forward_layers(model, params, prompts, {"inputs"})

@@ -12,8 +12,9 @@ from kvjax.errors import InputError
 from kvjax.options.bounds import check_count, check_number
 from kvjax.struct import static, struct
 
-# Lower temperatures draw as this one, whose inverse times a logit is finite.
-_LEAST = np.float32(1e-30)
+# Other temperatures draw as the nearest of these: the inverse of the lower one
+# times a logit is finite, and the upper one fits float32.
+_LEAST, _MOST = 1e-30, 1e38
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +80,7 @@ class SamplingInputs:
     if sampling.temperature == 0:
       return cls()
     # Inverted here, as XLA inverts constants: a device may divide less exactly.
-    scale = 1 / np.maximum(np.float32(sampling.temperature), _LEAST)
+    scale = 1 / np.clip(sampling.temperature, _LEAST, _MOST)
     top_p = None
     if sampling.top_p < 1:
       top_p = jnp.asarray(sampling.top_p, jnp.float32)

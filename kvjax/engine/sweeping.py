@@ -227,7 +227,7 @@ class _Sweep:
       for evaluation, values in zip(self._shapes, by_layer, strict=True)
       if values
     }
-    lengths = np.asarray(self._prompts.lengths)
+    lengths = self._prompts.known_lengths
     return tuple(
       Features(
         of_prompts, lengths, of_tails, *means.get(Evaluation.of(plan), ())

@@ -28,7 +28,7 @@ def must_keep(
   threshold: Threshold, prompts: Prompts
 ) -> Bool[np.ndarray, "B S"]:
   """Tokens that stay whatever their score: the last and the protected ones."""
-  lengths = np.asarray(prompts.lengths)[:, None]
+  lengths = prompts.known_lengths[:, None]
   last = np.arange(prompts.tokens.shape[1])[None] >= lengths - threshold.window
   return last if prompts.protected is None else last | prompts.protected
 
@@ -82,7 +82,7 @@ def prepare_threshold(
   Returns:
     The plan; it keeps all if nothing is evicted from any layer.
   """
-  lengths = np.asarray(prompts.lengths, np.int32)
+  lengths = prompts.known_lengths
   padded = prompts.tokens.shape[1]
   # Nothing is packed where nothing is evicted.
   whole = all(np.all(kept >= lengths[:, None]) for kept in on_host.values())

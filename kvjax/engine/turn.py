@@ -61,7 +61,7 @@ def check_request(model: Model, cache: Cache, request: Request) -> Turn:
   prompts, decoding, keep, seeds = request
   logits, feeds = None, None
   if isinstance(prompts, Prompts):
-    feeds = jnp.asarray(prompts.tokens), jnp.asarray(prompts.lengths)
+    feeds = jnp.asarray(prompts.tokens), jnp.asarray(prompts.known_lengths)
   else:
     logits = prompts
   width = check_prompts(model, cache, prompts, decoding)
@@ -88,8 +88,8 @@ def seeds_of_rows(seeds: Seeds | None, cache: Cache) -> Int[Array, " B"]:
     raise InputError(
       f"The cache has {rows[0]} rows and {given.size} seeds; give one for each."
     )
-  fits = (given >= -(2**31)) & (given < 2**31)
-  if given.dtype.kind not in "iu" or not np.all(fits):
+  whole = given.dtype.kind in "iu"
+  if not whole or np.any((given < -(2**31)) | (given >= 2**31)):
     raise InputError(
       f"Seeds must be whole numbers of 32 bits; {given.tolist()} are not."
     )

@@ -4,8 +4,10 @@ import dataclasses
 import functools
 import numbers
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import numpy as np
 
 from kvjax.errors import InputError
 
@@ -94,15 +96,21 @@ def check_share(method: Any, name: str) -> None:
 
 
 def check_layers(method: Any, name: str) -> None:
-  """Refuses negative numbers in an option that lists layers.
+  """Makes an option that lists layers a tuple, as methods are hashable.
 
   Raises:
-    InputError: a number is negative.
+    InputError: it is no list, or a number is negative.
   """
+  given = getattr(method, name)
+  if isinstance(given, str) or not isinstance(given, Iterable):
+    raise InputError(
+      f"{name} is a list of layers, as in (0, 1), not {given!r}."
+    )
+  object.__setattr__(method, name, tuple(given))
   for layer in getattr(method, name):
-    if layer < 0:
+    if not isinstance(layer, int | np.integer) or layer < 0:
       raise InputError(
-        f"{name} are numbers of layers, 0 for the first; {layer} is not one."
+        f"{name} are numbers of layers, 0 for the first; {layer!r} is not one."
       )
 
 

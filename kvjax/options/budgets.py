@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import numbers
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from kvjax.errors import InputError
@@ -178,6 +178,11 @@ class PerLayer:
   layers: Sequence[Budget]
 
   def __post_init__(self) -> None:
+    if isinstance(self.layers, str) or not isinstance(self.layers, Iterable):
+      raise InputError(
+        "A budget per layer is a list of budgets, as in "
+        f"kvjax.PerLayer([kvjax.Retention(0.5)] * 16), not {self.layers!r}."
+      )
     # Lists are not hashable, and plans are.
     object.__setattr__(self, "layers", tuple(self.layers))
     if not self.layers:

@@ -56,6 +56,11 @@ def get_recipe(name: str) -> Recipe:
         f"{kind[:60]} stands {count} times before a method; write it once."
       )
   base, *options = last.split(":")
+  if METHODS.find(base) is None and RETRIEVALS.find(base) is not None:
+    raise InputError(
+      f"{base} retrieves keys, and here is the place of a method that evicts "
+      f"them; a name of both is written as {base}/keydiff@0.5."
+    )
   recipe = recipe_of(make_named(base, METHODS))
   # A prefix is put before the method as its options make it.
   known = options_of(recipe)
@@ -204,10 +209,11 @@ def get_plan(
   name = name.strip()
   first, slash, kept_name = name.partition("/")
   base = first.partition(":")[0]
-  # Prefixes of eviction methods end in a slash, too.
-  is_prefix = slash and base in WRAPPERS
-  is_retrieval = "@" in kept_name or (
-    not is_prefix and RETRIEVALS.find(base) is not None
+  # Prefixes of eviction methods end in a slash, too, and paths have any of
+  # these signs.
+  evicts = (slash and base in WRAPPERS) or METHODS.find(base) is not None
+  is_retrieval = not evicts and (
+    "@" in kept_name or RETRIEVALS.find(base) is not None
   )
   if not is_retrieval:
     if not slash and METHODS.find(base) is None:
@@ -306,13 +312,12 @@ def split_budget(text: str) -> tuple[str, Budget]:
     InputError: there is no budget, or it is out of range.
   """
   name, _, amount = text.rpartition("@")
+  is_share = "." in amount
   try:
-    share: Budget = (
-      Retention(float(amount)) if "." in amount else Tokens(int(amount))
-    )
+    number = float(amount) if is_share else int(amount)
   except ValueError as error:
     raise InputError(
       "A method with its budget is written as compactor@0.5 or keydiff@256, "
       f"not {text!r}."
     ) from error
-  return name, share
+  return name, Retention(number) if is_share else Tokens(int(number))

@@ -4,13 +4,13 @@ import dataclasses
 import importlib.metadata
 import inspect
 import re
+import threading
 import types
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from kvjax.allocation.base import Allocation
-from kvjax.errors import InputError, InputWarning
+from kvjax.errors import InputError, warn
 from kvjax.methods.base import Method
 from kvjax.names import add_name
 from kvjax.options.budgets import Rounding
@@ -113,6 +113,7 @@ _PRESET = re.compile(r"[a-z0-9_]+")
 PREFIXES: set[str] = set()
 # Groups of entry points that are not loaded yet.
 _UNLOADED = {ENTRY_POINTS}
+_LOADING = threading.RLock()
 
 
 def register(
@@ -238,10 +239,12 @@ def _check_options(make: Any) -> None:
 
 def load_plugins() -> None:
   """Registers the methods of installed packages, the first time."""
-  # Emptied first: a package may ask for a method while it is imported.
-  if _UNLOADED:
-    _UNLOADED.clear()
-    register_plugins()
+  # Other threads wait for the packages. Emptied first, as a package may ask for
+  # a method while it is imported.
+  with _LOADING:
+    if _UNLOADED:
+      _UNLOADED.clear()
+      register_plugins()
 
 
 def register_plugins() -> None:
@@ -261,11 +264,9 @@ def register_plugins() -> None:
     except Exception as error:
       package = point.dist.name if point.dist else "a package"
       said = " ".join(str(error).split()).removesuffix(".")
-      warnings.warn(
+      warn(
         f"The method {point.name!r} of {package} is left out: "
-        f"{said or type(error).__name__}.",
-        InputWarning,
-        stacklevel=2,
+        f"{said or type(error).__name__}."
       )
 
 

@@ -1,10 +1,12 @@
 """A retrieval method and its number of keys per token."""
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 from jaxtyping import Int
 
+from kvjax.errors import InputError
 from kvjax.options.budgets import Budget
 from kvjax.retrieval.base import Retrieval
 
@@ -29,6 +31,17 @@ class SparseAttention:
 
   retrieval: Retrieval
   budget: Budget
+
+  def __post_init__(self) -> None:
+    retrieval: Any = self.retrieval
+    budget: Any = self.budget
+    if not isinstance(retrieval, Retrieval) or not isinstance(budget, Budget):
+      raise InputError(
+        "Sparse attention takes a retrieval method and the number or the share "
+        "of the keys that it retrieves, as in kvjax.SparseAttention("
+        "kvjax.get_retrieval('quest'), kvjax.Tokens(64)), not "
+        f"{retrieval!r:.80} and {budget!r:.80}."
+      )
 
   @property
   def fixed(self) -> bool:

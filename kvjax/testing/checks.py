@@ -149,17 +149,18 @@ def tokens(lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
   return [draw.permutation(max(lengths))[:n].tolist() for n in lengths]
 
 
-def model_for(layers: int, longest: int) -> TinyModel:
-  """Makes a tiny hybrid model with at least `longest` different tokens.
+def model_for(layers: int, longest: int, hybrid: bool = True) -> TinyModel:
+  """Makes a tiny model with at least `longest` different tokens.
 
   Args:
-    layers: number of layers that attend to everything. The second of all
-      layers is one more, which has a window.
+    layers: number of layers that attend to everything.
     longest: length of the longest row.
+    hybrid: whether the second of all layers is one more, which has a window.
   """
   everywhere = LayerSpec(heads=4, kv_heads=2, key_dim=8)
   local = dataclasses.replace(everywhere, window=_WINDOW)
-  specs = (everywhere, local, *(everywhere,) * (layers - 1))
+  windows = (local,) if hybrid else ()
+  specs = (everywhere, *windows, *(everywhere,) * (layers - 1))
   geometry = Geometry(specs, max_positions=longest + 512)
   return TinyModel(geometry, vocab_size=max(64, longest))
 

@@ -32,11 +32,11 @@ def check_method(method: Method) -> None:
   """Checks that a method meets the engine's requirements and its traits.
 
   The method selects from random activations and from the prompts of a tiny
-  model, one of whose layers has a window: whole prompts and blocks, single rows
-  and batches, several budgets, protected tokens, and NaN in all empty slots. It
-  evicts while decoding, and its caches are saved and loaded, for which its
-  class must be registered (`kvjax.register`). This takes about half a minute on
-  a CPU.
+  model, one of whose layers has a window unless the method gives tokens new
+  numbers: whole prompts and blocks, single rows and batches, several budgets,
+  protected tokens, and NaN in all empty slots. It evicts while decoding, and
+  its caches are saved and loaded, for which its class must be registered
+  (`kvjax.register`). This takes about half a minute on a CPU.
 
   Args:
     method: a method whose options let it evict from a row of 56 tokens, or of

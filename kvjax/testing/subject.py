@@ -31,7 +31,8 @@ class Subject:
     layer: the first layer from which it evicts; None if there is none.
     lengths: lengths of the rows.
     padded: width of the batch.
-    model: a model with enough layers, one of which has a window.
+    model: a model with enough layers, one of which has a window unless tokens
+      get new numbers.
     params: the weights.
     prompts: the rows.
   """
@@ -53,7 +54,10 @@ class Subject:
     longest = max(56, 3 * max(self.traits.window, self.traits.protects))
     self.lengths = [longest, longest // 2, longest * 2 // 3]
     self.padded = longest + 8
-    self.model = checks.model_for(max(_LAYERS, (self.layer or 0) + 1), longest)
+    layers = max(_LAYERS, (self.layer or 0) + 1)
+    # Tokens of a window cannot follow the numbers of the others.
+    hybrid = not self.traits.renumbers
+    self.model = checks.model_for(layers, longest, hybrid)
     self.params = self.model.init()
     self.rows = checks.tokens(self.lengths)
     self.prompts = Prompts.of(self.rows, repeat_request=checks.REQUEST)

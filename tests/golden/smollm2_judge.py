@@ -89,6 +89,11 @@ class Judge:
       return
     for layer in layers:
       activations = self._activations(prompt)[layer]
+      if plan.spread.votes and plan.method.votes is not plan.method:
+        theirs = goldens.their_kept(prompt)[case][layer]
+        gap = _gap_of_counts(plan, layer, activations, ours[layer], theirs)
+        yield Difference(layer, int(differs[layer].sum()), gap, TIE)
+        continue
       scores, groups = scored(plan, case, layer, activations)
       scores, groups = scores[differs[layer]], groups[differs[layer]]
       # Standardized scores are 1 or so, also where they are next to 0.
@@ -131,6 +136,39 @@ class Judge:
 def _gap(scores: np.ndarray, least: float) -> float:
   """How far apart scores are, relative to the largest or to `least`."""
   return float(np.ptp(scores) / max(least, np.abs(scores).max()))
+
+
+def _gap_of_counts(
+  plan: kvjax.Plan,
+  layer: int,
+  activations: Any,
+  ours: np.ndarray,
+  theirs: np.ndarray,
+) -> float:
+  """How far apart the votes are by which heads keep more or fewer tokens.
+
+  A head with another budget keeps the first or the last tokens of another
+  order, which do not tie. The votes tie that are its own with one budget only.
+
+  Args:
+    plan: a plan whose heads compete by votes, and then choose by other scores.
+    layer: number of the layer.
+    activations: what its attention sees.
+    ours: what kvjax keeps, bool [K, n].
+    theirs: what kvpress keeps.
+  """
+  found = evaluate_layer(
+    Evaluation.of(plan), jnp.int32(layer), activations
+  ).scores
+  window = plan.method.traits.protects
+  votes = np.sort(np.asarray(found[0])[0][:, : ours.shape[1] - window])[:, ::-1]
+  tied = []
+  for head, one, other in zip(votes, ours, theirs, strict=True):
+    if np.any(one & ~other) and np.any(other & ~one):
+      return np.inf
+    fewer, more = sorted((one.sum() - window, other.sum() - window))
+    tied.append(head[fewer:more])
+  return _gap(np.concatenate(tied), 0.0)
 
 
 def scored(

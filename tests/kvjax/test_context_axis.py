@@ -262,10 +262,14 @@ MESHES_OF_EIGHT = ("context:8", "data:2,context:2,model:2", "context:4,model:2")
 def test_eight_devices_answer_as_one():
   flags = os.environ["XLA_FLAGS"].replace("device_count=4", "device_count=8")
   folder = pathlib.Path(__file__).parent
+  paths = [str(folder), *sys.path]
   run = subprocess.run(
     [sys.executable, "-c", SCRIPT],
-    env={**os.environ, "XLA_FLAGS": flags},
-    cwd=folder,
+    env={
+      **os.environ,
+      "XLA_FLAGS": flags,
+      "PYTHONPATH": os.pathsep.join(paths),
+    },
     capture_output=True,
     text=True,
     check=False,

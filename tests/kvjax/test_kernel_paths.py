@@ -60,32 +60,18 @@ def served(monkeypatch):
   jax.clear_caches()
   names = set()
 
-  def spy(kernel, *arguments):
-    result = on_mesh(kernel, *arguments)
+  def spy(kernel, *arguments, **options):
+    result = on_mesh(kernel, *arguments, **options)
     names.add(kernel.func.__name__.removesuffix("_tpu").removesuffix("_gpu"))
     return result
 
-  on_mesh = dispatch._on_mesh
-  monkeypatch.setattr(dispatch, "_on_mesh", spy)
+  on_mesh = dispatch.on_mesh
+  monkeypatch.setattr(dispatch, "on_mesh", spy)
   return names
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-  ("platform", "plan"),
-  [
-    *(("tpu", plan) for plan in ("compactor:chunk=128", "adakv")),
-    ("gpu", "keydiff"),
-    *(
-      pytest.param("tpu", plan, marks=pytest.mark.slow)
-      for plan in ("h2o", "keydiff", "ctkvr")
-    ),
-    *(
-      pytest.param("gpu", plan, marks=pytest.mark.slow)
-      for plan in ("h2o", "snapkv", "compactor:chunk=128", "adakv", "ctkvr")
-    ),
-  ],
-)
+@pytest.mark.parametrize("platform", MODELS)
+@pytest.mark.parametrize("plan", OWN)
 def test_kernels_keep_what_xla_keeps(platform, plan, served):
   model = MODELS[platform]
   with kernels.use("xla", platform):

@@ -41,7 +41,8 @@ def test_odd_texts_have_the_ids_of_sentencepiece(lm):
 def test_it_is_a_base_model_with_windows(lm):
   assert lm.tokenizer.split_chat("text") == ("<bos>text", "\n")
   assert lm.tokenizer.vocab_size == lm.config.vocab_size == 262_144
-  assert (lm.tokenizer.bos_id, lm.tokenizer.eos_ids) == (2, (1,))
+  # The end of a turn, too: the file names it, as its maker's settings do.
+  assert (lm.tokenizer.bos_id, lm.tokenizer.eos_ids) == (2, (1, 106))
   windows = [layer.window for layer in lm.model.geometry.layers]
   assert windows == ([512] * 5 + [None]) * 3
 

@@ -1,0 +1,247 @@
+"""Values of a wrong type or size: refused in one sentence, or harmless."""
+
+import subprocess
+import sys
+import threading
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.errors import InputError
+from kvjax.methods.key_norm import KeyL2Norm
+from kvjax.methods.rerotated import Rerotated
+from kvjax.registry import registry
+from kvjax.testing import TinyModel, kept_positions
+from kvjax.testing.subject import Subject
+
+MODEL = TinyModel()
+PARAMS = MODEL.init()
+PROMPTS = kvjax.Prompts.of([[1, 2, 3, 4], [5, 6]])
+CACHE, LOGITS = kvjax.prefill(
+  MODEL, PARAMS, PROMPTS, kvjax.get_plan("keydiff", kvjax.Tokens(3))
+)
+QUEST = kvjax.get_retrieval("quest")
+
+
+def continued(decoding, logits=LOGITS, seeds=None):
+  return kvjax.generate(MODEL, PARAMS, CACHE, logits, decoding, seeds=seeds)
+
+
+DRAWN = kvjax.Decoding(2, sampling=kvjax.Sampling(temperature=1.0))
+REFUSED = {
+  "a_stop_id_of_64_bits": (
+    lambda: kvjax.Decoding(2, stop_ids=[2**40]),
+    "stop_ids must be token ids, .* 1099511627776 is not one",
+  ),
+  "more_tokens_than_32_bits_count": (
+    lambda: continued(kvjax.Decoding(2**31)),
+    "has 2147483652 tokens; this model's context is 4096",
+  ),
+  "a_seed_that_is_none": (
+    lambda: continued(DRAWN, seeds=[None, 1]),
+    r"whole numbers of 32 bits; \[None, 1\] are not",
+  ),
+  "logits_of_another_model": (
+    lambda: continued(DRAWN, LOGITS[:, :5]),
+    "logits are of 5 tokens and the model has 64",
+  ),
+  "a_name_for_a_retrieval": (
+    lambda: kvjax.SparseAttention("quest", kvjax.Tokens(8)),
+    r"not 'quest' and Tokens\(count=8\)",
+  ),
+  "a_number_for_a_budget": (
+    lambda: kvjax.SparseAttention(QUEST, 0.5),
+    "the number or the share of the keys .* and 0.5",
+  ),
+  "a_threshold_for_keys": (
+    lambda: kvjax.SparseAttention(QUEST, kvjax.Threshold(0.5)),
+    r"and Threshold\(least=0.5",
+  ),
+  "a_layer_for_layers": (
+    lambda: type(QUEST)(dense_layers=1),
+    r"dense_layers is a list of layers, as in \(0, 1\), not 1",
+  ),
+  "half_a_layer": (
+    lambda: KeyL2Norm(skip_layers=(0.5,)),
+    "skip_layers are numbers of layers, .* 0.5 is not one",
+  ),
+  "half_a_token_of_room": (
+    lambda: kvjax.reserve(CACHE, 2.5),
+    "tokens to reserve must be a whole number, 0 or more; 2.5 is not",
+  ),
+  "less_than_no_room": (
+    lambda: kvjax.reserve(CACHE, -1),
+    "tokens to reserve must be a whole number, 0 or more; -1 is not",
+  ),
+  "a_text_for_a_count": (
+    lambda: kvjax.unstack(CACHE, "2"),
+    "number of caches must be a whole number, 1 or more; '2' is not",
+  ),
+  "a_cache_for_caches": (
+    lambda: kvjax.stack(CACHE),
+    "given as a list, .* a Cache is none",
+  ),
+  "a_generator_for_caches": (
+    lambda: kvjax.group_caches(cache for cache in [CACHE]),
+    "given as a list, .* a generator is none",
+  ),
+  "nothing_for_budgets": (
+    lambda: kvjax.PerLayer(None),
+    "budget per layer is a list of budgets, .* not None",
+  ),
+  "a_share_above_1_in_a_name": (
+    lambda: kvjax.get_plan("ctkvr/keydiff@1.5", kvjax.Tokens(8)),
+    "at most 1; 1.5 is not",
+  ),
+  "no_budget_in_a_name": (
+    lambda: kvjax.get_plan("ctkvr/keydiff@x", kvjax.Tokens(8)),
+    "is written as compactor@0.5 or keydiff@256, not 'keydiff@x'",
+  ),
+  "a_retrieval_where_one_evicts": (
+    lambda: kvjax.get_plan("pyramid/ctkvr", kvjax.Tokens(8)),
+    "ctkvr retrieves keys, .* written as ctkvr/keydiff@0.5",
+  ),
+  "a_sign_of_budgets_in_a_path": (
+    lambda: kvjax.get_plan("ada/qfilters:filters=a@b/c.f", kvjax.Tokens(8)),
+    "a@b/c.f cannot be read",
+  ),
+}
+
+
+@pytest.mark.usefixtures("untyped")
+@pytest.mark.parametrize("case", REFUSED)
+def test_one_sentence_says_what_is_wrong(case):
+  make, said = REFUSED[case]
+  with pytest.raises(InputError, match=said) as raised:
+    make()
+  assert str(raised.value).count(". ") == 0
+
+
+@pytest.mark.usefixtures("untyped")
+def test_lists_of_layers_are_hashable_methods():
+  assert hash(type(QUEST)(dense_layers=[0, 1])) == hash(QUEST)
+  assert KeyL2Norm(skip_layers=[0, 1]).skip_layers == (0, 1)
+
+
+def test_the_hottest_temperature_draws_without_a_warning():
+  hot = kvjax.Sampling(temperature=1e300)
+  tokens = continued(kvjax.Decoding(20, sampling=hot)).tokens
+  # Any token is as likely as any other.
+  assert len(set(np.asarray(tokens).ravel().tolist())) > 20
+
+
+@pytest.mark.usefixtures("untyped")
+@pytest.mark.parametrize("kind", ["uint8", "int8", "uint32", "int64"])
+@pytest.mark.parametrize("name", ["chunked:length=16/keydiff", "kvzip"])
+def test_lengths_of_any_integers_are_the_same(name, kind):
+  tokens = np.arange(600, dtype=np.int32).reshape(2, 300) % 60
+  plan = kvjax.get_plan(name, kvjax.Retention(0.5))
+
+  def kept(kind):
+    prompts = kvjax.Prompts(tokens, np.array([127, 101], kind))
+    cache, _ = kvjax.prefill(MODEL, PARAMS, prompts, plan)
+    return [kept_positions(cache, row) for row in range(2)]
+
+  assert kept(kind) == kept("int32")
+
+
+@pytest.mark.parametrize(
+  ("share", "total"), [(0.4, [[36, 36]]), (0.75, [[65, 36]])], ids=str
+)
+def test_ends_that_always_stay_are_in_the_total(share, total):
+  """As many as a share of the middle of 43 tokens, or as the ends have."""
+  name = "compactor.vllm:sketch_dim=6:chunk=16:first=2:last=16"
+  plan = kvjax.get_plan(name, kvjax.Retention(share))
+  lengths = np.array([61, 40])
+  sizes = kvjax.allocation.base.Sizes((2,))
+  found = plan.spread.totals(plan.fixed_budget, lengths, sizes)
+  assert found.tolist() == total
+  prompts = kvjax.Prompts.of([list(range(61)), list(range(40))])
+  cache, _ = kvjax.prefill(MODEL, PARAMS, prompts, plan)
+  assert np.sum(np.asarray(cache.lengths[0]), axis=1).tolist() == total[0]
+
+
+def test_methods_that_number_anew_are_checked_without_windows():
+  """Engines refuse to move the tokens of a window."""
+  windows = {
+    name: [spec.window for spec in Subject(method).model.geometry.layers]
+    for name, method in {
+      "keydiff": kvjax.get_method("keydiff"),
+      "rerotate": Rerotated(kvjax.get_method("keydiff")),
+    }.items()
+  }
+  assert any(windows["keydiff"])
+  assert not any(windows["rerotate"])
+
+
+CALIBRATION = kvjax.Calibration(
+  alpha=0.5,
+  beta=-3.0,
+  model_id="tiny",
+  method="KeyDiff",
+  per_query_head=False,
+  tau_range=(0.2, 1.0),
+  error=0.05,
+  triples=100,
+  ranges=(("nll", 1.0, 2.0),),
+)
+FEATURES = kvjax.Features(nll=np.array([9.0]), length=np.array([100]))
+
+
+def test_warnings_are_about_the_line_of_the_caller(tmp_path):
+  """In a process without the checks of tests, whose frames are no caller's."""
+  path = tmp_path / "script.py"
+  path.write_text(
+    "import kvjax\n"
+    "import numpy as np\n"
+    f"calibration = kvjax.{CALIBRATION!r}\n"
+    "features = kvjax.Features(nll=np.array([9.0]), length=np.array([100]))\n"
+    "kvjax.Calibrated(calibration, 0.9).retentions(features)\n"
+  )
+  done = subprocess.run(
+    [sys.executable, path], capture_output=True, text=True, check=True
+  )
+  assert done.stderr.startswith(f"{path}:5: InputWarning: The calibration of")
+
+
+def test_a_target_that_is_no_number_has_no_retention():
+  with pytest.raises(InputError, match=r"tau is .* nan is not"):
+    CALIBRATION.retentions(FEATURES, float("nan"))
+
+
+@pytest.mark.usefixtures("untyped")
+def test_a_tau_is_a_number():
+  with pytest.raises(InputError, match=r"tau must be a number; '0.9' is not"):
+    kvjax.Calibrated(None, "0.9")
+
+
+def test_threads_wait_for_the_methods_of_packages(monkeypatch):
+  begun, go_on, seen = threading.Event(), threading.Event(), []
+
+  def slow():
+    begun.set()
+    assert go_on.wait(20)
+    seen.append("loaded")
+
+  monkeypatch.setattr(registry, "_UNLOADED", {"all"})
+  monkeypatch.setattr(registry, "register_plugins", slow)
+
+  def ask():
+    registry.load_plugins()
+    seen.append("asked")
+
+  threads = [threading.Thread(target=ask) for _ in range(2)]
+  threads[0].start()
+  assert begun.wait(20)
+  threads[1].start()
+  threads[1].join(0.2)
+  go_on.set()
+  for thread in threads:
+    thread.join(20)
+  assert seen == ["loaded", "asked", "asked"]
+
+
+def test_logits_of_the_model_are_taken():
+  assert continued(DRAWN, jnp.zeros((2, 64))).tokens.shape == (2, 2)
