@@ -137,7 +137,8 @@ data = {"essay": prose.SOURCE}
 settings = results.Settings(MODEL, weights, "float32", seed=0, data=data)
 folder, began = pathlib.Path("results/own_method"), time.monotonic()
 parts = {results.Part(TASK, LENGTH): samples}
-run = runner.answer(lm, 1, chosen, parts, settings, folder, SAMPLES, began)
+job = runner.Job(lm, 1, chosen, parts, settings, folder, batch=SAMPLES)
+run = runner.answer(job, began)
 writing.write_comparison(folder, run.summary, run.answers)
 print(f"{run}; all in {folder}")
 

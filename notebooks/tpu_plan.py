@@ -78,8 +78,8 @@ PLANS = {
   "ada/snapkv, 10 %": kvjax.get_plan("ada/snapkv", kvjax.Retention(0.1)),
 }
 
-here = jax.sharding.Mesh(np.asarray(jax.devices()[:1]).reshape(1, 1), AXES)
-model, params = LLAMA.shapes(here, LLAMA.layers)
+mesh = jax.sharding.Mesh(np.asarray(jax.devices()[:1]).reshape(1, 1), AXES)
+model, params = LLAMA.shapes(mesh, LLAMA.layers)
 weights = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(params))
 decoding = kvjax.Decoding(max_new_tokens=NEW)
 

@@ -20,6 +20,7 @@ import smollm2_counterparts as goldens  # noqa: E402
 from smollm2_judge import Difference, Judge  # noqa: E402
 
 import kvjax  # noqa: E402
+from kvjax.cache.narrow import NarrowLayer  # noqa: E402
 from kvjax.experiments.metrics.string_match import string_match_all  # noqa: E402
 from kvjax.experiments.report import page_parts  # noqa: E402
 from kvjax.models.pretrained import Pretrained, load  # noqa: E402
@@ -34,7 +35,7 @@ class Compressed(NamedTuple):
   """What kvjax makes of prompts.
 
   Attributes:
-    kept: by case and prompt, bool [L, K, n].
+    kept: by case and prompt, bool [L, K, n] or [L, K, D].
     answers: by case and prompt.
   """
 
@@ -105,15 +106,20 @@ def _compress_batch(
 
 
 def _kept(cache: kvjax.Cache, row: int) -> np.ndarray:
-  """Which tokens of its context a row holds, bool [L, K, n]."""
+  """Which tokens of its context a row holds, bool [L, K, n].
+
+  Of layers without some channels, which channels [L, K, D].
+  """
   length = int(cache.next_positions[row])
   found = []
   for layer in cache.layers:
     assert layer is not None
-    heads = layer.row_positions(row)
-    bits = np.zeros((len(heads), length), bool)
-    for head, positions in zip(bits, heads, strict=True):
-      head[positions] = True
+    heads, width = layer.row_positions(row), length
+    if isinstance(layer, NarrowLayer):
+      heads, width = layer.channels[row].tolist(), layer.tail.keys.shape[-1]
+    bits = np.zeros((len(heads), width), bool)
+    for head, places in zip(bits, heads, strict=True):
+      head[places] = True
     found.append(bits)
   return np.stack(found)
 

@@ -16,8 +16,9 @@ kvpress's pipeline.
 
   kept_<prompt>.npz  for each press and share removed (in percent):
                      <press>_<percent>, the kept tokens as bits, uint8
-                     [L, K, n / 8]; prompts are numbered in their order, the
-                     first `SETS` of each task have such a file
+                     [L, K, n / 8], or the kept channels of ThinKPress;
+                     prompts are numbered in their order, the first `SETS` of
+                     each task have such a file
   answers.json       for each press, <press>_<percent>: per prompt the ids of
                      the answer, without the token that ends it; `full_0` is
                      without a press
@@ -120,7 +121,8 @@ class Pass:
 
   def kept(self, case):
     """The kept tokens of a press, bool [L, K, n]."""
-    return kept(self.full, self.caches[case], self.masked[case])
+    press, cache = self.presses[case], self.caches[case]
+    return kept(press, self.full, cache, self.masked[case])
 
   def answer(self, case, question):
     """The ids that kvpress's pipeline answers with; the cache is used up."""
@@ -157,8 +159,14 @@ def masked(model):
   return [layer.self_attn.masked_key_indices for layer in model.model.layers]
 
 
-def kept(full, cache, masked):
-  """Which tokens of a full cache another one has, bool [L, K, n]."""
+def kept(press, full, cache, masked):
+  """Which tokens of a full cache another one has, bool [L, K, n].
+
+  Of ThinKPress, which keeps all tokens, it is the channels [L, K, D].
+  """
+  if isinstance(press, kvpress.ThinKPress):
+    written = [(layer.keys[0] != 0).any(dim=1) for layer in cache.layers]
+    return torch.stack(written).numpy()
   found = []
   for layer, own, hidden in zip(full.layers, cache.layers, masked, strict=True):
     keys, survivors = layer.keys[0].numpy(), own.keys[0].numpy()
@@ -186,7 +194,7 @@ def check(made: Pass) -> None:
       layer.self_attn.masked_key_indices = None
     with press(model):
       model.model(input_ids=made.context, past_key_values=cache)
-    again = kept(made.full, cache, masked(model))
+    again = kept(press, made.full, cache, masked(model))
     np.testing.assert_array_equal(again, made.kept(case), err_msg=case)
 
 

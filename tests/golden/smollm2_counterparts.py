@@ -10,7 +10,7 @@ import json
 import pathlib
 import tempfile
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 from unittest import mock
 
 import jax.numpy as jnp
@@ -33,15 +33,15 @@ class Counterpart(NamedTuple):
     press: as kvpress writes it, with the options that are not its defaults.
     method: as `kvjax.get_plan` reads it. STATISTICS and PATTERN stand for files
       and RATIO for the share that is removed.
-    tokens: whether the budget is the number of tokens that the press keeps;
-      else it is a share.
+    budget: the share that is not removed, the number of tokens that the press
+      keeps, everything, or a threshold in place of a share.
     by_layer: what a layer of the upper half keeps less than one of the lower
       half, as a share.
   """
 
   press: str
   method: str
-  tokens: bool = False
+  budget: Literal["share", "tokens", "everything", "threshold"] = "share"
   by_layer: float = 0.0
 
 
@@ -96,7 +96,7 @@ COUNTERPARTS = {
   "chunkkv": Counterpart(
     "ChunkKVPress(SnapKVPress, window_size=36, kernel_size=1), chunk_length=20",
     "chunkkv:window=36:chunk=20",
-    tokens=True,
+    budget="tokens",
   ),
   "chunk": Counterpart(
     "ChunkPress(KeyDiffPress), chunk_length=256",
@@ -119,6 +119,13 @@ COUNTERPARTS = {
   "kvzip_plus": Counterpart(
     "KVzipPress, kvzip_plus_normalization=True", "kvzip.kvpress_plus"
   ),
+  "kvgrad": Counterpart("KVgradPress", "kvzip.kvpress_grad"),
+  "simlayer": Counterpart(
+    "SimLayerKVPress, n_recent=256", "simlayerkv:recent=256", budget="threshold"
+  ),
+  "think": Counterpart(
+    "ThinKPress", "think:share=RATIO/full", budget="everything"
+  ),
 }
 
 
@@ -137,11 +144,14 @@ def their_answers() -> dict[str, list[list[int]]]:
 
 @functools.cache
 def their_kept(prompt: int) -> dict[str, np.ndarray]:
-  """What kvpress keeps of a prompt, by case: bool [L, K, n]."""
+  """What kvpress keeps of a prompt, by case: bool [L, K, n] or [L, K, D]."""
   length = len(samples()[prompt]["context"])
   with np.load(GOLDEN / f"kept_{prompt}.npz") as stored:
     return {
-      case: np.unpackbits(bits, axis=-1, count=length).astype(bool)
+      # Channels are fewer than tokens, and whole bytes.
+      case: np.unpackbits(
+        bits, axis=-1, count=min(length, 8 * bits.shape[-1])
+      ).astype(bool)
       for case, bits in stored.items()
     }
 
@@ -170,7 +180,11 @@ def plan_of(case: str) -> kvjax.Plan:
   name = counterpart.method.replace("RATIO", str(ratio))
   name = name.replace("STATISTICS", str(_files() / "statistics.safetensors"))
   name = name.replace("PATTERN", str(_files() / "full_attention_heads.tsv"))
-  if counterpart.tokens:
+  if counterpart.budget == "everything":
+    return kvjax.get_plan(name, kvjax.Retention(1.0))
+  if counterpart.budget == "threshold":
+    return kvjax.get_plan(name, kvjax.Threshold(1 - ratio, window=1))
+  if counterpart.budget == "tokens":
     kept = their_kept(stored_prompts()[0])[case][0]
     count = int(kept.sum()) // len(kept)
     return kvjax.get_plan(name, kvjax.Tokens(count))

@@ -23,7 +23,9 @@ from kvjax.methods import (
   Compactor,
   LagKV,
   LeverageScores,
+  SimLayer,
   StreamingLLM,
+  Think,
   WholeChunks,
 )
 from kvjax.models.pretrained import Pretrained
@@ -82,8 +84,8 @@ class Judge:
       for layer in layers:
         yield Difference(layer, int(differs[layer].sum()), gap, TIE)
       return
-    if isinstance(plan.method, StreamingLLM):
-      # It does not score tokens, so that none can tie.
+    if isinstance(plan.method, StreamingLLM | SimLayer | Think):
+      # They do not score tokens, so that none can tie.
       for layer in layers:
         yield Difference(layer, int(differs[layer].sum()), np.inf, 0.0)
       return

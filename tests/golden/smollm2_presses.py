@@ -61,7 +61,8 @@ def q_filters(compression_ratio: float):
   return press
 
 
-# By name, from the share removed to the press.
+# By name, from the share removed to the press; of SimLayerKVPress it is the
+# threshold, and of ThinKPress the share of channels.
 PRESSES = {
   "knorm": kvpress.KnormPress,
   "keydiff": kvpress.KeyDiffPress,
@@ -104,6 +105,9 @@ PRESSES = {
   "duo": kvpress.DuoAttentionPress,
   "kvzip": kvpress.KVzipPress,
   "kvzip_plus": lambda c: kvpress.KVzipPress(c, kvzip_plus_normalization=True),
+  "kvgrad": kvpress.KVgradPress,
+  "simlayer": lambda c: kvpress.SimLayerKVPress(c, n_recent=RECENT),
+  "think": kvpress.ThinKPress,
 }
 EAGER = ("observed",)
 # These turn keys, by which kept tokens are found: the same without that.
