@@ -143,7 +143,13 @@ def _prefill(
     for prompts in rows
   ]
   plans = [candidate.plan for candidate in candidates]
-  prompts = kvjax.Prompts.of(texts, shape.context)
+  masks = None
+  if any(prompts[0].protected for prompts in rows):
+    masks = [
+      [prompts[0].protected] * len(text)
+      for prompts, text in zip(rows, texts, strict=True)
+    ]
+  prompts = kvjax.Prompts.of(texts, shape.context, masks)
   prefilled = dict(enumerate(prefilling.prefill_all(lm, plans, prompts)))
   jax.block_until_ready(prefilled)
   return prefilled

@@ -36,6 +36,7 @@ class Prompt:
     context: the part to prefill and compress.
     question: the rest: question, end of turn, start of the answer.
     max_new_tokens: the maximum number of answer tokens.
+    protected: see `Sample`.
     stays: see `Sample`.
     key_token: first token of the correct answer, if a metric needs it.
     sampling: how tokens of the answer are drawn.
@@ -45,6 +46,7 @@ class Prompt:
   context: list[int]
   question: list[int]
   max_new_tokens: int
+  protected: bool = False
   stays: bool = False
   key_token: int | None = None
   sampling: kvjax.Sampling = GREEDY
@@ -93,6 +95,7 @@ class Prompt:
     )
     return dataclasses.replace(
       prompt,
+      protected=sample.protected,
       stays=sample.stays,
       sampling=sample.sampling,
       seed=sample.draw_seed,

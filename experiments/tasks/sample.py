@@ -32,6 +32,7 @@ class Sample:
     metric: the metric, one of `kvjax.experiments.metrics`.
     chat: whether the prompt has the model's chat template.
     thinking: whether the template's thinking mode is on, if it has one.
+    protected: whether no method may evict what is prefilled.
     stays: whether question and answer stay in the cache for the next sample of
       the same context.
     sampling: how tokens of the answer are drawn.
@@ -49,6 +50,7 @@ class Sample:
   metric: str = "string_match_all"
   chat: bool = True
   thinking: bool = False
+  protected: bool = False
   stays: bool = False
   sampling: kvjax.Sampling = GREEDY
   draw: int | None = None

@@ -8,9 +8,10 @@ import jax.numpy as jnp
 
 import kvjax
 from kvjax.experiments.run import answering, batching, comparison, prompting
-from kvjax.experiments.run.candidates import candidates
+from kvjax.experiments.run.candidates import Candidate, candidates
 from kvjax.experiments.run.results import Part
 from kvjax.experiments.tasks.sample import Sample
+from kvjax.testing import kept_positions
 
 
 def a_layer(capacity, kv_dtype):
@@ -192,3 +193,28 @@ def test_the_first_token_of_a_passkey_is_scored(tiny):
   other = dataclasses.replace(sample, metric="string_match_all")
   prompt = prompting.Prompt.of_sample(tiny.tokenizer, other)
   assert prompt.key_token is None
+
+
+def test_a_protected_prompt_stays_while_its_answer_is_decoded(tiny):
+  tokens = [int(n) for n in jax.random.randint(jax.random.key(0), (20,), 1, 99)]
+  plan = kvjax.get_plan("keydiff", kvjax.Tokens(24), kvjax.Schedule(every=4))
+  candidate = Candidate("keydiff", plan)
+  decoding = kvjax.Decoding(max_new_tokens=40)
+  evicted = {}
+  for protected in (False, True):
+    prompt = prompting.Prompt(tokens, [], 40, protected)
+    shape = prompting.Shape.of([prompt], 1, prompting.QUERY_AWARE)
+    prefilled = answering._prefill(tiny, [candidate], [[prompt]], shape)[0]
+    cache = kvjax.generate(
+      tiny.model,
+      tiny.params,
+      kvjax.reserve(prefilled.cache, 40),
+      prefilled.logits,
+      decoding,
+      keep=True,
+    ).cache
+    heads = [head for layer in kept_positions(cache, 0) for head in layer]
+    assert {len(head) for head in heads} == {24}
+    evicted[protected] = sum(len({*range(20)} - {*head}) for head in heads)
+  assert evicted[False] > 0
+  assert evicted[True] == 0

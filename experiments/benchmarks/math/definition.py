@@ -79,6 +79,14 @@ _TEMPLATE = Option(
   kind=str,
   choices=(_CHAT, _THINKING, _NO_TEMPLATE),
 )
+_NOTHING, _PROMPT = "nothing", "prompt"
+_PROTECT = Option(
+  "protect",
+  _NOTHING,
+  "What no method may evict: nothing, or the prompt, up to the problem's end "
+  "unless --protocol=query-aware prefills all of it.",
+  choices=(_NOTHING, _PROMPT),
+)
 _STEPS = Option(
   "steps", 2, "Changes in a problem of arithmetic.", lowest=1, highest=1000
 )
@@ -102,6 +110,7 @@ class _Problems(Benchmark):
     _TOP_P,
     _TOP_K,
     _TEMPLATE,
+    _PROTECT,
   )
   lengths = ()
   presentation = Presentation(
@@ -138,6 +147,7 @@ class _Problems(Benchmark):
         metric="math",
         chat=template != _NO_TEMPLATE,
         thinking=template == _THINKING,
+        protected=request.value(_PROTECT) == _PROMPT,
         sampling=sampling,
         draw=draw if sampling.temperature else None,
         seed=request.seed,
@@ -248,8 +258,9 @@ def _how(samples: Sequence[Sample]) -> dict[str, str]:
   """Says how answers are drawn, which all answers of a run share."""
   first = samples[0]
   chat = _THINKING if first.thinking else _CHAT
+  protected = {"protected": _PROMPT} if first.protected else {}
   return {
     "template": chat if first.chat else _NO_TEMPLATE,
     "answers": in_words(first.sampling),
     "tokens of an answer": f"at most {first.max_new_tokens}",
-  }
+  } | protected

@@ -308,3 +308,14 @@ def test_a_template_thinks_only_if_asked_to(
   ((sample,),) = drawn.samples.values()
   assert (sample.chat, sample.thinking) == (chat, thinking)
   assert drawn.data["template"] == (template or "chat")
+
+
+def test_a_prompt_is_protected_only_if_asked_to(tiny):
+  for options, protected in (({}, False), ({"protect": "prompt"}, True)):
+    drawn = BENCHMARKS["arithmetic"].draw(
+      tiny, Request(samples=1, options=options)
+    )
+    ((sample,),) = drawn.samples.values()
+    prompt = Prompt.of_sample(tiny.text, sample)
+    assert sample.protected == prompt.protected == protected
+    assert drawn.data.get("protected") == ("prompt" if protected else None)
