@@ -4,16 +4,18 @@ The files are stored in the repository, so no test needs torch. To make them
 again, in an environment of their own with torch 2.13 (CPU), transformers 5.2,
 kvpress 0.5.5 and numpy:
 
-  python tests/golden/make_kvpress_decoding.py
+  python tests/golden/make_kvpress_decoding.py SmolLM2-135M-Instruct.Q4_1.gguf
 
-The checkpoints and prompts are those of tiny_llama.py.
+with gguf, and the file that `kvjax.models.load("smollm2-135m-instruct")` keeps
+in `~/.cache/kvjax/models`. The other checkpoints and their prompts are those of
+tiny_llama.py.
 
   <checkpoint>.npz  for prompts of n tokens and every compression
                     <press>/<n>/<step>, the positions kept, int16 [L, K, m]
   versions.json     what made it all
 
-The tokens of the answers are random: those that the checkpoints generate repeat
-themselves, and equal tokens tie.
+The tokens of the answers are given, as decoding_prompts.py has them: those that
+random checkpoints generate repeat themselves, and equal tokens tie.
 
 kvpress leaves the kept tokens in the order of their scores, so that neighbors,
 partitions and the first tokens are others at the next compression. With
@@ -37,14 +39,16 @@ import transformers
 HERE = pathlib.Path(__file__).parent
 sys.path.append(str(HERE))
 import tiny_llama  # noqa: E402
+from decoding_prompts import (  # noqa: E402
+  INTERVAL,
+  LENGTHS,
+  SMOLLM2,
+  TARGET,
+  answer_to,
+  prompt_of,
+)
 
 OUTPUT = HERE / "kvpress_decoding"
-INTERVAL, TARGET, STEPS = 16, 61, 48
-# The first is the target, so that every compression is from 77 tokens: the
-# ranks of LagKV's eight partitions then fill the budget without ties.
-LENGTHS = (61, 90)
-# Answers begin prompts of so many more tokens.
-ANSWER = 1000
 
 
 class OwnPositions:
@@ -126,8 +130,10 @@ def decoded(model, name, press_name, length):
   if press_name in MENDED:
     mended = OwnPositions(inner, model.model.rotary_emb)
   cache = transformers.DynamicCache()
-  prompt = torch.tensor([tiny_llama.prompt(name, length)])
-  answer = tiny_llama.prompt(name, ANSWER + length)[:STEPS]
+  prompt, answer = (
+    torch.tensor([prompt_of(name, length)]),
+    answer_to(name, length),
+  )
   with press(model):
     model(prompt, past_key_values=cache)
     for step, token in enumerate(answer):
@@ -143,17 +149,26 @@ def decoded(model, name, press_name, length):
   return [np.sort(np.stack(parts)) for parts in zip(*layers, strict=True)]
 
 
+def loaded(name, file):
+  """The model of a checkpoint; SmolLM2 is in the GGUF file."""
+  load = transformers.AutoModelForCausalLM.from_pretrained
+  if name == SMOLLM2:
+    return load(file.parent, gguf_file=file.name, dtype=torch.float32).eval()
+  with tempfile.TemporaryDirectory() as folder:
+    tiny_llama.write(name, pathlib.Path(folder))
+    return load(folder, dtype=torch.float32).eval()
+
+
 def main() -> None:
+  if len(sys.argv) != 2:
+    sys.exit("make_kvpress_decoding.py needs the GGUF file")
+  file = pathlib.Path(sys.argv[1]).resolve()
   torch.set_num_threads(1)
   torch.set_grad_enabled(False)
   shutil.rmtree(OUTPUT, ignore_errors=True)
   OUTPUT.mkdir()
-  for name in tiny_llama.SHAPES:
-    with tempfile.TemporaryDirectory() as folder:
-      tiny_llama.write(name, pathlib.Path(folder))
-      load = transformers.AutoModelForCausalLM.from_pretrained
-      model = load(folder, dtype=torch.float32).eval()
-    arrays = {}
+  for name in (*tiny_llama.SHAPES, SMOLLM2):
+    model, arrays = loaded(name, file), {}
     for press in (*PRESSES, *ORDERED, *MENDED):
       # After 90 tokens ranks tie, or norms of equal tokens, and torch chooses.
       ties = press.endswith(("lagkv", "knorm"))

@@ -1,14 +1,15 @@
 """Schedules evict while decoding what kvpress's DecodingPress evicts.
 
-On random checkpoints, which are built here as they were for kvpress. Prompts of
-61 and 90 tokens are padded in one batch; kvpress ran each of them alone, and
-compressed to 61 tokens after every 16. The tokens of the answers are given. In
-the first layer, equal tokens have equal norms: they may be exchanged.
+On random checkpoints, which are built here as they were for kvpress, and on
+SmolLM2-135M-Instruct. Prompts of 61 and 90 tokens are padded in one batch;
+kvpress ran each of them alone, and compressed to 61 tokens after every 16. The
+tokens of the answers are given. In the first layer, equal tokens have equal
+norms: they may be exchanged.
 """
 
 import functools
-import importlib.util
 import pathlib
+import sys
 
 import jax.numpy as jnp
 import numpy as np
@@ -16,14 +17,25 @@ import pytest
 
 import kvjax
 from kvjax.engine import decode
+from kvjax.errors import InputError
+from kvjax.models import catalog
 from kvjax.models.pretrained import load
 from kvjax.testing import kept_positions
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
+sys.path.append(str(GOLDEN))
+import tiny_llama  # noqa: E402
+from decoding_prompts import (  # noqa: E402
+  INTERVAL,
+  LENGTHS,
+  SMOLLM2,
+  STEPS,
+  TARGET,
+  answer_to,
+  prompt_of,
+)
+
 FOLDER = GOLDEN / "kvpress_decoding"
-INTERVAL, TARGET, STEPS = 16, 61, 48
-LENGTHS = (61, 90)
-ANSWER = 1000
 # Programs are compiled for a `top_k`: with one of their own, no other test runs
 # those with given tokens.
 GIVEN = kvjax.Sampling(temperature=1.0, top_k=8642)
@@ -47,16 +59,7 @@ TIED = ("knorm", "ordered_lagkv")
 QUICK = {"ordered_snapkv"}
 
 
-def _builder():
-  spec = importlib.util.spec_from_file_location(
-    "tiny_llama", GOLDEN / "tiny_llama.py"
-  )
-  module = importlib.util.module_from_spec(spec)
-  spec.loader.exec_module(module)
-  return module
-
-
-tiny_llama = _builder()
+CHECKPOINTS = (*tiny_llama.SHAPES, SMOLLM2)
 
 
 def golden(name):
@@ -67,6 +70,12 @@ def golden(name):
 def checkpoint(tmp_path_factory):
   @functools.cache
   def loaded(name):
+    if name == SMOLLM2:
+      try:
+        catalog.locate(name)
+      except InputError as error:
+        pytest.skip(str(error))
+      return load(name, dtype="float32")
     folder = tmp_path_factory.mktemp(name)
     tiny_llama.write(name, folder)
     return load(folder, dtype="float32")
@@ -92,7 +101,7 @@ def assert_same(ours, theirs, ids, case):
       marks=() if press in QUICK and name == "held_out" else pytest.mark.slow,
     )
     for press in COUNTERPARTS
-    for name in tiny_llama.SHAPES
+    for name in CHECKPOINTS
   ],
 )
 def test_schedules_keep_what_kvpress_keeps(
@@ -100,8 +109,8 @@ def test_schedules_keep_what_kvpress_keeps(
 ):
   lm = checkpoint(name)
   lengths = LENGTHS[:1] if press in TIED else LENGTHS
-  rows = [tiny_llama.prompt(name, n) for n in lengths]
-  answers = [tiny_llama.prompt(name, ANSWER + n)[:STEPS] for n in lengths]
+  rows = [prompt_of(name, n) for n in lengths]
+  answers = [answer_to(name, n) for n in lengths]
 
   def given(logits, sampling, seeds, positions):
     del logits, seeds
@@ -144,7 +153,7 @@ def test_schedules_keep_what_kvpress_keeps(
 
 
 def test_every_golden_is_compared():
-  for name in tiny_llama.SHAPES:
+  for name in CHECKPOINTS:
     with golden(name) as stored:
       presses = {case.split("/")[0] for case in stored.files}
     assert presses == {*COUNTERPARTS, *UNORDERED}
