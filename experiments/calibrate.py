@@ -47,7 +47,8 @@ from absl import flags, logging
 
 import kvjax
 from kvjax import models
-from kvjax.calibration.record import Preset, check_tau
+from kvjax.calibration.fields import Preset
+from kvjax.calibration.record import check_tau
 from kvjax.errors import InputError
 from kvjax.experiments import cli
 from kvjax.experiments.benchmarks.ruler import generator

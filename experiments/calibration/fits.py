@@ -10,7 +10,7 @@ from jaxtyping import Float
 
 import kvjax
 from kvjax.calibration.features import OF_SCORES
-from kvjax.calibration.record import Preset
+from kvjax.calibration.fields import Preset
 from kvjax.experiments.calibration.measuring import Measurement
 from kvjax.experiments.run.candidates import Candidate
 

@@ -8,9 +8,10 @@ from jaxtyping import Float
 
 from kvjax.calibration.conformal import add_promises
 from kvjax.calibration.features import Features
+from kvjax.calibration.fields import Preset
 from kvjax.calibration.fitting import PAPER, Fit, Rule, fit
 from kvjax.calibration.measured import Triples
-from kvjax.calibration.record import Calibration, Preset
+from kvjax.calibration.record import Calibration
 from kvjax.calibration.rules import choose, cross_validate, folds, r2_by_task
 from kvjax.calibration.shape import shaped
 

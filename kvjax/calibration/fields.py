@@ -2,11 +2,12 @@
 
 import os
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal, get_args
 
 from kvjax.errors import InputError
 
-PRESETS = ("paper", "prefill")
+Preset = Literal["paper", "prefill"]
+PRESETS = get_args(Preset)
 _LARGEST = 2**63
 # Shown of a wrong value.
 _LONGEST = 60

@@ -5,7 +5,6 @@ import itertools
 import json
 import math
 import os
-from typing import Literal
 
 import numpy as np
 from jaxtyping import Float
@@ -13,13 +12,12 @@ from jaxtyping import Float
 from kvjax import files
 from kvjax.calibration.curve import least_retention
 from kvjax.calibration.features import NAMES, Features
-from kvjax.calibration.fields import PRESETS, checked, to_json
+from kvjax.calibration.fields import PRESETS, Preset, checked, to_json
 from kvjax.errors import InputError, warn
 from kvjax.options.bounds import check_choices, check_number
 from kvjax.options.budgets import Rounding
 
 Path = str | os.PathLike[str]
-Preset = Literal["paper", "prefill"]
 
 # A feature may exceed its measured range by this share before a warning.
 _SLACK = 0.1

@@ -326,7 +326,8 @@ def prepare_repeated(
   counts = plan.spread.counts(budget, lengths, Sizes((1,)))
   check_counts(plan.spread, counts, 1, len(lengths), even=True)
   if isinstance(budget, Tokens):
-    counts = np.full_like(counts, budget.limit(longest))
+    # Rows go on growing, so their length so far is no limit.
+    counts = np.full_like(counts, budget.count)
   capacity = min(plan.spread.capacity_between(budget, longest), longest)
   return PreparedPlan(
     np.tile(counts, (layers, 1)),

@@ -55,11 +55,6 @@ class Tokens:
     """Number of tokens kept of a row of `length` tokens."""
     return min(self.count, length)
 
-  def limit(self, length: int) -> int:
-    """Limit of a row that keeps growing from `length` tokens."""
-    del length
-    return self.count
-
   def __str__(self) -> str:
     return f"{self.count} tokens"
 
@@ -105,10 +100,6 @@ class Retention:
       return max(1, int(length * (1 - (1 - self.share))))
     # 0.1 * 70 is 7.000000000000001: that must not round up to 8.
     return max(1, math.ceil(self.share * length - 1e-9))
-
-  def limit(self, length: int) -> int:
-    """Limit of a row that keeps growing from `length` tokens."""
-    return self.num_kept(length)
 
   def nearest(self, count: int) -> int:
     """The share of `count` tokens, rounded to nearest, halves up."""
