@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.activations import Activations
 from kvjax.cache.layers import LayerCache
 from kvjax.heads import by_kv_head
+from kvjax.kernels.dispatch import on_mesh
 from kvjax.methods.base import ScoringMethod
 from kvjax.methods.heads import softmax, window_queries
 from kvjax.methods.snapkv import pool
@@ -17,9 +18,14 @@ from kvjax.methods.traits import Traits
 from kvjax.options.bounds import check_least, check_odd, check_share
 from kvjax.selection import floor_share, last_tokens
 
-# Rows of the matrix of cosines that are in memory at a time.
-_TILE = 64
+# Keys whose cosines are computed together.
+_TILE = 128
 _TINY = 1e-8
+# Above all slots.
+_NEVER = 2**31 - 1
+# The number of searched tiles, how many similar keys each row has met in them,
+# and the slot that each row leaves out, -1 before it is found.
+_Search = tuple[Int[Array, ""], Int[Array, "B K R"], Int[Array, "B K R"]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,7 +127,8 @@ class RKV(ScoringMethod):
     """Computes R; 0 for empty slots. Memory is linear in T."""
     valid, keys = cache.valid, cache.float_keys
     units = keys / (jnp.linalg.norm(keys, axis=-1, keepdims=True) + _TINY)
-    spared = self._all_spared(units, valid)
+    # Each device searches as far as its own keys need.
+    spared = on_mesh(self._all_spared, (units, valid), ("BK", "BK"), "BK")
     others = jnp.sum(units, axis=2, keepdims=True) - units
     # Sums over all keys at once: the matrix of cosines is only searched.
     sums = jnp.sum(units * others, axis=-1)
@@ -136,49 +143,82 @@ class RKV(ScoringMethod):
   def _all_spared(
     self, units: Float[Array, "B K T D"], valid: Bool[Array, "B K T"]
   ) -> Int[Array, "B K T"]:
-    """For each key, the slot of the one that is left out of its row.
-
-    It is the key's own slot if none is.
-    """
-    capacity = valid.shape[-1]
-    slots = jax.lax.broadcasted_iota(jnp.int32, (1, 1, 1, capacity), 3)
-    tile = jax.lax.broadcasted_iota(jnp.int32, (1, 1, _TILE, 1), 2)
+    """For each key, the slot of the one that is left out of its row."""
+    batch, kv_heads, capacity = valid.shape
     tiles = -(-capacity // _TILE)
-    extra = tiles * _TILE - capacity
-    padded = jnp.pad(units, [(0, 0), (0, 0), (0, extra), (0, 0)])
-
-    def search(
-      carry: None, start: Int[Array, ""]
-    ) -> tuple[None, Int[Array, "B K R"]]:
-      rows = jax.lax.dynamic_slice_in_dim(padded, start, _TILE, axis=2)
-      cosines = jnp.einsum("bkrd,bktd->bkrt", rows, units)
-      # Empty slots have a cosine of 0, which is not above any threshold.
-      similar = (cosines > self.threshold) & (start + tile != slots)
-      return carry, self._spared(similar, valid)
-
-    starts = _TILE * jnp.arange(tiles, dtype=jnp.int32)
-    _, found = jax.lax.scan(search, None, starts)
-    spared = jnp.moveaxis(found, 0, 2).reshape(*valid.shape[:2], -1)
-    spared = spared[..., :capacity]
-    first = jnp.argmax(valid, axis=-1)[..., None]
-    default = first if self.spares_first else slots[:, :, 0]
-    return jnp.where(spared < 0, default, spared)
-
-  def _spared(
-    self, similar: Bool[Array, "B K R T"], valid: Bool[Array, "B K T"]
-  ) -> Int[Array, "B K R"]:
-    """The slot that is left out of each row; -1 for none."""
-    slots = jax.lax.broadcasted_iota(jnp.int32, similar.shape, 3)
-    newest = self.spared == "last"
+    extra = [(0, 0), (0, 0), (0, tiles * _TILE - capacity)]
+    units, real = jnp.pad(units, [*extra, (0, 0)]), jnp.pad(valid, extra)
+    rank = jnp.ones((batch, kv_heads), jnp.int32)
     if self.spared_share:
       count = jnp.sum(valid, axis=-1, dtype=jnp.int32)
       rank = jnp.maximum(floor_share(count, self.spared_share), 1)
-      order = jax.lax.cumsum(
-        similar.astype(jnp.int32), axis=similar.ndim - 1, reverse=newest
+
+    def search(tile: Int[Array, ""]) -> Int[Array, "B K R"]:
+      return self._spared(tile, units, real, rank)
+
+    found = jax.lax.map(search, jnp.arange(tiles, dtype=jnp.int32))
+    spared = jnp.moveaxis(found, 0, 2).reshape(batch, kv_heads, -1)
+    spared = spared[..., :capacity]
+    own = jax.lax.broadcasted_iota(jnp.int32, spared.shape, 2)
+    first = jnp.argmax(valid, axis=-1)[..., None]
+    return jnp.where(spared < 0, first if self.spares_first else own, spared)
+
+  def _spared(
+    self,
+    tile: Int[Array, ""],
+    units: Float[Array, "B K T D"],
+    valid: Bool[Array, "B K T"],
+    rank: Int[Array, "B K"],
+  ) -> Int[Array, "B K R"]:
+    """The slot that is left out of each row of a tile; -1 for none.
+
+    Tiles of keys are searched from the end that counts, until all rows have
+    found theirs: keys resemble each other, so that most are never compared.
+
+    Args:
+      tile: number of the tile.
+      units: keys of length 1, whole tiles of them; 0 for empty slots.
+      valid: slots that contain a key.
+      rank: which of the keys that resemble a row's is left out, from 1 on.
+    """
+    tiles, newest = units.shape[2] // _TILE, self.spared == "last"
+
+    def of_tile(x: Array, number: Int[Array, ""]) -> Array:
+      return jax.lax.dynamic_slice_in_dim(x, number * _TILE, _TILE, axis=2)
+
+    rows, real = of_tile(units, tile), of_tile(valid, tile)
+    own = tile * _TILE + jax.lax.broadcasted_iota(
+      jnp.int32, (1, 1, _TILE, 1), 2
+    )
+
+    def unfinished(state: _Search) -> Bool[Array, ""]:
+      step, _, found = state
+      return (step < tiles) & jnp.any(real & (found < 0))
+
+    def look(state: _Search) -> _Search:
+      step, seen, found = state
+      number = tiles - 1 - step if newest else step
+      cosines = jnp.einsum("bkrd,bkcd->bkrc", rows, of_tile(units, number))
+      slots = number * _TILE + jax.lax.broadcasted_iota(
+        jnp.int32, (1, 1, 1, _TILE), 3
       )
-      similar &= order == rank[..., None, None]
-    if newest:
-      return jnp.max(jnp.where(similar, slots, -1), axis=-1)
-    any_similar = jnp.any(similar, axis=-1)
-    # The first of equals.
-    return jnp.where(any_similar, jnp.argmax(similar, axis=-1), -1)
+      # Empty slots have a cosine of 0, which is not above any threshold.
+      similar = (cosines > self.threshold) & (own != slots)
+      if self.spared_share:
+        order = jax.lax.cumsum(
+          similar.astype(jnp.int32), axis=3, reverse=newest
+        )
+        seen, similar = (
+          seen + jnp.sum(similar, axis=-1, dtype=jnp.int32),
+          similar & (seen[..., None] + order == rank[..., None, None]),
+        )
+      if newest:
+        best = jnp.max(jnp.where(similar, slots, -1), axis=-1)
+      else:
+        best = jnp.min(jnp.where(similar, slots, _NEVER), axis=-1)
+        best = jnp.where(best == _NEVER, -1, best)
+      return step + 1, seen, jnp.where(found < 0, best, found)
+
+    none = jnp.full(real.shape, -1, jnp.int32)
+    start = jnp.zeros((), jnp.int32), jnp.zeros_like(none), none
+    return jax.lax.while_loop(unfinished, look, start)[2]

@@ -222,6 +222,9 @@ def must_stay(name, n, count):
   """Positions that a row of n tokens may not lose."""
   first, last = first_and_last(name, n, count)
   last = max(last, CASES[name].method.traits.protects)
+  if base_of(name)[0] == "simlayerkv":
+    # Of a small budget, it keeps the first tokens.
+    last = min(last, count - first)
   places = [*range(first), *range(max(n - last, first), n)]
   return set(places[-count:])
 
