@@ -74,7 +74,8 @@ class Prompts:
     _check_integers("Tokens of prompts", self.tokens, 2)
     _check_integers("Lengths of prompts", self.lengths, 1)
     (rows, width), mask = self.tokens.shape, self.protected
-    lengths = self.known_lengths
+    # Before they are narrowed, which would hide numbers beyond 32 bits.
+    lengths = _known(self.lengths)
     if lengths.size != rows:
       raise InputError(
         f"There are {rows} prompts and {lengths.size} lengths; give one each."
@@ -209,7 +210,7 @@ def check_unprotected(prompts: Prompts) -> None:
   """
   if prompts.protected is not None:
     raise InputError(
-      "Tokens can be protected in what is prefilled only; give the question "
+      "Tokens can be protected in what is prefilled only; give what follows "
       "without a mask."
     )
 

@@ -138,18 +138,8 @@ def _prefill(
   shape: Shape,
 ) -> dict[int, prefilling.Prefilled]:
   """Prefills the contexts for every candidate, and waits until it is done."""
-  texts = [
-    prompts[0].context if shape.question else prompts[0].prefilled
-    for prompts in rows
-  ]
   plans = [candidate.plan for candidate in candidates]
-  masks = None
-  if any(prompts[0].protected for prompts in rows):
-    masks = [
-      [prompts[0].protected] * len(text)
-      for prompts, text in zip(rows, texts, strict=True)
-    ]
-  prompts = kvjax.Prompts.of(texts, shape.context, masks)
+  prompts = shape.batch([prompts[0] for prompts in rows])
   prefilled = dict(enumerate(prefilling.prefill_all(lm, plans, prompts)))
   jax.block_until_ready(prefilled)
   return prefilled

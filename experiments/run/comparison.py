@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any
 
+from kvjax.engine.layer_budgets import check_protected
 from kvjax.experiments.metrics import passkey, registry
 from kvjax.experiments.run import multihost
 from kvjax.experiments.run.answering import Reply, Seconds, replies
@@ -19,6 +20,7 @@ from kvjax.experiments.run.candidates import Candidate
 from kvjax.experiments.run.memory import rows_that_fit
 from kvjax.experiments.run.prompting import (
   QUERY_AGNOSTIC,
+  Prompt,
   Prompted,
   Protocol,
   Shape,
@@ -88,7 +90,8 @@ def pending(
     apart: prefill samples with the same context apart.
 
   Raises:
-    InputError: a sample is longer than the model's context.
+    InputError: a sample is longer than the model's context, or protects more
+      tokens than a candidate keeps.
   """
   missing = set(wanted(candidates, samples)) - results.records.keys()
   unfinished = {(k.method, k.options, k.budget) for k in missing}
@@ -99,6 +102,8 @@ def pending(
   check_context_length(
     lm, [prompt for c in contexts for prompt in join_turns(c.prompts)]
   )
+  for context in contexts:
+    _check_protected(lm, candidates, context.prompts[0], protocol)
   unanswered = {(key.part, key.asked) for key in missing}
   if contexts:
     longest = max(prompt.total for c in contexts for prompt in c.prompts)
@@ -107,6 +112,21 @@ def pending(
     batch = min(map(int, multihost.gather(str(fitting).encode())))
   batches = list(batches_of(contexts, unanswered, batch, protocol))
   return Work(candidates, missing, batches)
+
+
+def _check_protected(
+  lm: Pretrained,
+  candidates: Sequence[Candidate],
+  prompt: Prompt,
+  protocol: Protocol,
+) -> None:
+  if not prompt.protected:
+    return
+  batch = Shape.of([prompt], 1, protocol).batch([prompt])
+  for candidate in candidates:
+    # What adapts to a prompt is known once it has been read.
+    if not candidate.plan.adapts:
+      check_protected(candidate.plan, batch, lm.model.geometry)
 
 
 def answer_all(

@@ -130,6 +130,15 @@ class Shape(NamedTuple):
   context: int
   question: int
 
+  def batch(self, prompts: Sequence[Prompt]) -> kvjax.Prompts:
+    """What is prefilled of these prompts, padded, with what is protected."""
+    texts = [p.context if self.question else p.prefilled for p in prompts]
+    masks = None
+    if any(prompt.protected for prompt in prompts):
+      pairs = zip(prompts, texts, strict=True)
+      masks = [[prompt.protected] * len(text) for prompt, text in pairs]
+    return kvjax.Prompts.of(texts, self.context, masks)
+
   @classmethod
   def of(
     cls,

@@ -171,8 +171,7 @@ def _first_prompt(
 def _time(
   lm: Pretrained, candidate: Candidate, prompt: Prompt, shape: Shape
 ) -> _Seconds:
-  tokens = prompt.context if shape.question else prompt.prefilled
-  contexts = kvjax.Prompts.of([tokens], shape.context)
+  contexts = shape.batch([prompt])
   later = candidate.plan.while_decoding
   every = None if later is None else later.schedule.every
   count = max(_TOKENS, every or 0)

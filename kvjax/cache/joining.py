@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import reprlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -96,10 +97,11 @@ def group_caches(
 
 def _check_sequence(caches: Any) -> None:
   """Refuses what is no sequence of caches, as type checkers do."""
-  if not isinstance(caches, Sequence):
+  listed = isinstance(caches, Sequence)
+  if not listed or not all(isinstance(cache, Cache) for cache in caches):
     raise InputError(
-      "Caches are given as a list, as in [cache, other]; a "
-      f"{type(caches).__name__} is none."
+      "Caches are given as a list of kvjax.Cache, as in [cache, other], not as "
+      f"{reprlib.repr(caches)}."
     )
 
 

@@ -127,7 +127,7 @@ class Calibration:
       raise InputError(
         "A calibration must have finite numbers, a tau_range and promises "
         "within 0 and 1, the latter ascending, and at least one triple; that "
-        f"of {self.method:.80} has not."
+        f"of {self.method:.80} does not."
       )
     grid, shape = [0.0, *self.grid, 1.0], [0.0, *self.shape, 1.0]
     if (
@@ -144,7 +144,7 @@ class Calibration:
         'A calibration must have preset "paper" or "prefill", slopes of '
         f"{', '.join(NAMES)}, ranges of {', '.join(Features._fields)}, the "
         "measured retentions ascending within 0 and 1 and, for preset "
-        f'"prefill", a shape that never falls; that of {self.method:.80} has '
+        f'"prefill", a shape that never falls; that of {self.method:.80} does '
         "not."
       )
 

@@ -1,6 +1,7 @@
 """Generation from caches: feed a prompt, then decode, all compiled."""
 
 import functools
+import operator
 from collections.abc import Sequence
 from typing import NamedTuple, overload
 
@@ -73,7 +74,7 @@ def reserve(cache: Cache, tokens: int) -> Cache:
     11
   """
   check_count("The number of tokens to reserve", tokens, 0)
-  larger = cache.grow(wider_capacities(cache, tokens))
+  larger = cache.grow(wider_capacities(cache, operator.index(tokens)))
   existing = {id(leaf) for leaf in jax.tree.leaves(cache)}
   # One of the caches may be donated, so they must not share arrays.
   return jax.tree.map(lambda x: jnp.copy(x) if id(x) in existing else x, larger)

@@ -13,8 +13,8 @@ from kvjax.options.bounds import check_count, check_number
 from kvjax.struct import static, struct
 
 # Other temperatures draw as the nearest of these: the inverse of the lower one
-# times a logit is finite, and the upper one fits float32.
-_LEAST, _MOST = 1e-30, 1e38
+# times a logit is finite, and that of the upper one is not 0.
+_LEAST, _MOST = 1e-30, 1e37
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +80,7 @@ class SamplingInputs:
     if sampling.temperature == 0:
       return cls()
     # Inverted here, as XLA inverts constants: a device may divide less exactly.
-    scale = 1 / np.clip(sampling.temperature, _LEAST, _MOST)
+    scale = 1 / np.float32(np.clip(sampling.temperature, _LEAST, _MOST))
     top_p = None
     if sampling.top_p < 1:
       top_p = jnp.asarray(sampling.top_p, jnp.float32)

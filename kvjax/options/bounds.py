@@ -4,10 +4,8 @@ import dataclasses
 import functools
 import numbers
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal, get_args, get_origin, get_type_hints
-
-import numpy as np
 
 from kvjax.errors import InputError
 
@@ -102,16 +100,18 @@ def check_layers(method: Any, name: str) -> None:
     InputError: it is no list, or a number is negative.
   """
   given = getattr(method, name)
-  if isinstance(given, str) or not isinstance(given, Iterable):
+  try:
+    listed = None if isinstance(given, str | bytes) else list(given)
+  except TypeError:
+    listed = None
+  if listed is None:
     raise InputError(
       f"{name} is a list of layers, as in (0, 1), not {given!r}."
     )
-  object.__setattr__(method, name, tuple(given))
-  for layer in getattr(method, name):
-    if not isinstance(layer, int | np.integer) or layer < 0:
-      raise InputError(
-        f"{name} are numbers of layers, 0 for the first; {layer!r} is not one."
-      )
+  for layer in listed:
+    check_count(f"A layer of {name}", layer, 0)
+  # NumPy's numbers cannot be saved.
+  object.__setattr__(method, name, tuple(map(operator.index, listed)))
 
 
 def check_choices(method: Any) -> None:

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import numbers
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 from kvjax.errors import InputError
@@ -169,13 +169,15 @@ class PerLayer:
   layers: Sequence[Budget]
 
   def __post_init__(self) -> None:
-    if isinstance(self.layers, str) or not isinstance(self.layers, Iterable):
+    try:
+      layers = tuple(self.layers)
+    except TypeError:
       raise InputError(
         "A budget per layer is a list of budgets, as in "
-        f"kvjax.PerLayer([kvjax.Retention(0.5)] * 16), not {self.layers!r}."
-      )
+        f"kvjax.PerLayer([kvjax.Retention(0.5)] * 16), not {self.layers!r:.80}."
+      ) from None
     # Lists are not hashable, and plans are.
-    object.__setattr__(self, "layers", tuple(self.layers))
+    object.__setattr__(self, "layers", layers)
     if not self.layers:
       raise InputError("A budget per layer needs one for each layer.")
     for budget in self.layers:

@@ -56,10 +56,11 @@ def get_recipe(name: str) -> Recipe:
         f"{kind[:60]} stands {count} times before a method; write it once."
       )
   base, *options = last.split(":")
-  if METHODS.find(base) is None and RETRIEVALS.find(base) is not None:
+  kind = base.partition("@")[0]
+  if METHODS.find(kind) is None and RETRIEVALS.find(kind) is not None:
     raise InputError(
-      f"{base} retrieves keys, and here is the place of a method that evicts "
-      f"them; a name of both is written as {base}/keydiff@0.5."
+      f"{kind} retrieves keys, and here is the place of a method that evicts "
+      "them, as in ctkvr/keydiff@0.5."
     )
   recipe = recipe_of(make_named(base, METHODS))
   # A prefix is put before the method as its options make it.
@@ -312,12 +313,15 @@ def split_budget(text: str) -> tuple[str, Budget]:
     InputError: there is no budget, or it is out of range.
   """
   name, _, amount = text.rpartition("@")
-  is_share = "." in amount
   try:
-    number = float(amount) if is_share else int(amount)
+    share: Budget = (
+      Retention(float(amount)) if "." in amount else Tokens(int(amount))
+    )
+  except InputError:  # a ValueError, too
+    raise
   except ValueError as error:
     raise InputError(
       "A method with its budget is written as compactor@0.5 or keydiff@256, "
       f"not {text!r}."
     ) from error
-  return name, Retention(number) if is_share else Tokens(int(number))
+  return name, share

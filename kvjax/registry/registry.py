@@ -113,7 +113,8 @@ _PRESET = re.compile(r"[a-z0-9_]+")
 PREFIXES: set[str] = set()
 # Groups of entry points that are not loaded yet.
 _UNLOADED = {ENTRY_POINTS}
-_LOADING = threading.RLock()
+# `here` is whether this thread is loading them.
+_LOADING = threading.local()
 
 
 def register(
@@ -239,12 +240,16 @@ def _check_options(make: Any) -> None:
 
 def load_plugins() -> None:
   """Registers the methods of installed packages, the first time."""
-  # Other threads wait for the packages. Emptied first, as a package may ask for
-  # a method while it is imported.
-  with _LOADING:
-    if _UNLOADED:
-      _UNLOADED.clear()
-      register_plugins()
+  # A package may ask for a method while it is imported. Other threads load the
+  # packages, too: a lock would wait for their imports, and these for the lock.
+  if not _UNLOADED or getattr(_LOADING, "here", False):
+    return
+  _LOADING.here = True
+  try:
+    register_plugins()
+  finally:
+    _LOADING.here = False
+  _UNLOADED.clear()
 
 
 def register_plugins() -> None:

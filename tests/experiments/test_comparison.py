@@ -383,3 +383,15 @@ def test_query_heads_decide_and_store_for_themselves(tiny, tmp_path, whole):
     assert 1.9 < answer.cache_bytes / grouped.cache_bytes < 2.1
     if answer.method == "full":
       assert answer.prediction == grouped.prediction
+
+
+def test_a_budget_below_what_is_protected_is_refused_at_first(tiny, tmp_path):
+  answered = Results(tmp_path, SETTINGS)
+  sample = Sample("one two three four", "?", "", ("1",), "t", 4, {})
+  chosen = candidates(["keydiff"], [kvjax.Tokens(2)])
+  samples = {Part("t", 8): [sample]}
+  found = comparison.pending(tiny, chosen, samples, answered, 1)
+  assert found.missing
+  samples = {Part("t", 8): [dataclasses.replace(sample, protected=True)]}
+  with pytest.raises(InputError, match=r"protected and 2 may be kept"):
+    comparison.pending(tiny, chosen, samples, answered, 1)

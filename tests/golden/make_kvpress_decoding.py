@@ -130,10 +130,8 @@ def decoded(model, name, press_name, length):
   if press_name in MENDED:
     mended = OwnPositions(inner, model.model.rotary_emb)
   cache = transformers.DynamicCache()
-  prompt, answer = (
-    torch.tensor([prompt_of(name, length)]),
-    answer_to(name, length),
-  )
+  prompt = torch.tensor([prompt_of(name, length)])
+  answer = answer_to(name, length)
   with press(model):
     model(prompt, past_key_values=cache)
     for step, token in enumerate(answer):

@@ -24,7 +24,7 @@ kvpress's pipeline.
                      without a press
   sketches.npz       the sketch [K, D, k] that kvpress would have drawn, here
                      the same in all layers
-  versions.json      what made it all
+  versions.json      what made the presses of the last run
 
 What a press does follows the attention of a layer, so one forward pass serves
 many: each press gets the layer's keys and values in a cache of its own, through

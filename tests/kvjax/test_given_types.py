@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax.engine.sampling import SamplingInputs, sample
 from kvjax.errors import InputError
 from kvjax.methods.key_norm import KeyL2Norm
 from kvjax.methods.rerotated import Rerotated
@@ -36,8 +37,16 @@ REFUSED = {
     "stop_ids must be token ids, .* 1099511627776 is not one",
   ),
   "more_tokens_than_32_bits_count": (
-    lambda: continued(kvjax.Decoding(2**31)),
-    "has 2147483652 tokens; this model's context is 4096",
+    lambda: kvjax.Decoding(2**63),
+    "max_new_tokens must be below 2147483648; 9223372036854775808 is not",
+  ),
+  "as_many_tokens_as_32_bits_count": (
+    lambda: continued(kvjax.Decoding(2**31 - 1)),
+    "has 2147483651 tokens; this model's context is 4096",
+  ),
+  "a_length_beyond_32_bits": (
+    lambda: kvjax.Prompts(np.ones((1, 10), np.int32), np.array([2**32 + 3])),
+    r"between 1 and the 10 tokens .* they are \[4294967299\]",
   ),
   "a_seed_that_is_none": (
     lambda: continued(DRAWN, seeds=[None, 1]),
@@ -65,7 +74,11 @@ REFUSED = {
   ),
   "half_a_layer": (
     lambda: KeyL2Norm(skip_layers=(0.5,)),
-    "skip_layers are numbers of layers, .* 0.5 is not one",
+    "A layer of skip_layers must be a whole number, 0 or more; 0.5 is not",
+  ),
+  "an_array_without_dimensions_for_layers": (
+    lambda: KeyL2Norm(skip_layers=np.array(1)),
+    r"skip_layers is a list of layers, as in \(0, 1\), not array\(1\)",
   ),
   "half_a_token_of_room": (
     lambda: kvjax.reserve(CACHE, 2.5),
@@ -81,11 +94,15 @@ REFUSED = {
   ),
   "a_cache_for_caches": (
     lambda: kvjax.stack(CACHE),
-    "given as a list, .* a Cache is none",
+    r"given as a list of kvjax.Cache, .* not as .*Cache\(",
   ),
   "a_generator_for_caches": (
     lambda: kvjax.group_caches(cache for cache in [CACHE]),
-    "given as a list, .* a generator is none",
+    "given as a list of kvjax.Cache, .* not as <generator",
+  ),
+  "numbers_for_caches": (
+    lambda: kvjax.group_caches([1, 2]),
+    r"given as a list of kvjax.Cache, .* not as \[1, 2\]",
   ),
   "nothing_for_budgets": (
     lambda: kvjax.PerLayer(None),
@@ -101,7 +118,11 @@ REFUSED = {
   ),
   "a_retrieval_where_one_evicts": (
     lambda: kvjax.get_plan("pyramid/ctkvr", kvjax.Tokens(8)),
-    "ctkvr retrieves keys, .* written as ctkvr/keydiff@0.5",
+    "ctkvr retrieves keys, .* evicts them, as in ctkvr/keydiff@0.5",
+  ),
+  "a_retrieval_with_a_budget_where_one_evicts": (
+    lambda: kvjax.get_plan("pyramid/quest@0.5", kvjax.Tokens(8)),
+    "quest retrieves keys, .* evicts them, as in ctkvr/keydiff@0.5",
   ),
   "a_sign_of_budgets_in_a_path": (
     lambda: kvjax.get_plan("ada/qfilters:filters=a@b/c.f", kvjax.Tokens(8)),
@@ -122,7 +143,11 @@ def test_one_sentence_says_what_is_wrong(case):
 @pytest.mark.usefixtures("untyped")
 def test_lists_of_layers_are_hashable_methods():
   assert hash(type(QUEST)(dense_layers=[0, 1])) == hash(QUEST)
-  assert KeyL2Norm(skip_layers=[0, 1]).skip_layers == (0, 1)
+  for given in ([0, 1], np.array([0, 1])):
+    layers = KeyL2Norm(skip_layers=given).skip_layers
+    assert layers == (0, 1)
+    # Others cannot be saved.
+    assert {*map(type, layers)} == {int}
 
 
 def test_the_hottest_temperature_draws_without_a_warning():
@@ -130,6 +155,22 @@ def test_the_hottest_temperature_draws_without_a_warning():
   tokens = continued(kvjax.Decoding(20, sampling=hot)).tokens
   # Any token is as likely as any other.
   assert len(set(np.asarray(tokens).ravel().tolist())) > 20
+  # But for those that are ruled out.
+  masked = jnp.where(jnp.arange(64)[None] < 2, LOGITS, -jnp.inf)
+  inputs = SamplingInputs.of(hot)
+  zeros = jnp.zeros(2, jnp.int32)
+  drawn = {
+    int(token)
+    for place in range(30)
+    for token in sample(masked, inputs, zeros, zeros + place)
+  }
+  assert drawn == {0, 1}
+
+
+@pytest.mark.usefixtures("untyped")
+def test_room_is_counted_in_whole_numbers_of_any_kind():
+  larger = kvjax.reserve(CACHE, np.uint8(250))
+  assert larger.layer(0).capacity == CACHE.layer(0).capacity + 250
 
 
 @pytest.mark.usefixtures("untyped")
@@ -217,12 +258,14 @@ def test_a_tau_is_a_number():
     kvjax.Calibrated(None, "0.9")
 
 
-def test_threads_wait_for_the_methods_of_packages(monkeypatch):
+def test_no_thread_goes_on_without_the_methods_of_packages(monkeypatch):
   begun, go_on, seen = threading.Event(), threading.Event(), []
 
   def slow():
     begun.set()
     assert go_on.wait(20)
+    # As a package that asks for a method while it is imported.
+    registry.load_plugins()
     seen.append("loaded")
 
   monkeypatch.setattr(registry, "_UNLOADED", {"all"})
@@ -237,10 +280,12 @@ def test_threads_wait_for_the_methods_of_packages(monkeypatch):
   assert begun.wait(20)
   threads[1].start()
   threads[1].join(0.2)
+  assert not seen
   go_on.set()
   for thread in threads:
     thread.join(20)
-  assert seen == ["loaded", "asked", "asked"]
+  assert sorted(seen) == ["asked", "asked", "loaded", "loaded"]
+  assert seen[0] == "loaded"
 
 
 def test_logits_of_the_model_are_taken():

@@ -57,8 +57,6 @@ UNORDERED = ("snapkv", "streaming", "lagkv", "lagkv_cross")
 # What ties after 90 tokens: norms of equal tokens, and ranks.
 TIED = ("knorm", "ordered_lagkv")
 QUICK = {"ordered_snapkv"}
-
-
 CHECKPOINTS = (*tiny_llama.SHAPES, SMOLLM2)
 
 

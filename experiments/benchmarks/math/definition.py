@@ -83,8 +83,8 @@ _NOTHING, _PROMPT = "nothing", "prompt"
 _PROTECT = Option(
   "protect",
   _NOTHING,
-  "What no method may evict: nothing, or the prompt, up to the problem's end "
-  "unless --protocol=query-aware prefills all of it.",
+  "What no method may evict: nothing, or the prompt, which without "
+  "--protocol=query-aware ends with the problem.",
   choices=(_NOTHING, _PROMPT),
 )
 _STEPS = Option(
