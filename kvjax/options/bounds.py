@@ -109,7 +109,12 @@ def check_layers(method: Any, name: str) -> None:
       f"{name} is a list of layers, as in (0, 1), not {given!r}."
     )
   for layer in listed:
-    check_count(f"A layer of {name}", layer, 0)
+    try:
+      check_count(name, layer, 0)
+    except InputError:
+      raise InputError(
+        f"{name} are numbers of layers, 0 for the first; {layer!r} is not one."
+      ) from None
   # NumPy's numbers cannot be saved.
   object.__setattr__(method, name, tuple(map(operator.index, listed)))
 

@@ -74,7 +74,7 @@ REFUSED = {
   ),
   "half_a_layer": (
     lambda: KeyL2Norm(skip_layers=(0.5,)),
-    "A layer of skip_layers must be a whole number, 0 or more; 0.5 is not",
+    "skip_layers are numbers of layers, .* 0.5 is not one",
   ),
   "an_array_without_dimensions_for_layers": (
     lambda: KeyL2Norm(skip_layers=np.array(1)),
