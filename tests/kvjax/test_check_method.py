@@ -11,6 +11,7 @@ from kvjax.allocation.base import Allocation
 from kvjax.errors import InputError
 from kvjax.methods import HeadwiseMethod, Method, ScoringMethod, Traits
 from kvjax.methods.heads import window_mass
+from kvjax.methods.rerotated import Rerotated
 from kvjax.retrieval import Flat, Retrieval
 from kvjax.testing import (
   TinyModel,
@@ -354,3 +355,16 @@ def test_blocks_refuse_a_wider_window_than_is_declared():
     InputError, match=r"must declare them as Traits\(window=4"
   ):
     kvjax.prefill(model, model.init(), prompts, plan)
+
+
+def test_methods_that_number_anew_are_checked_without_windows():
+  """Engines refuse to move the tokens of a window."""
+  windows = {
+    name: [spec.window for spec in Subject(method).model.geometry.layers]
+    for name, method in {
+      "keydiff": kvjax.get_method("keydiff"),
+      "rerotate": Rerotated(kvjax.get_method("keydiff")),
+    }.items()
+  }
+  assert any(windows["keydiff"])
+  assert not any(windows["rerotate"])

@@ -234,6 +234,23 @@ def test_a_conversation_that_evicts_says_how_much_room_it_needs():
   assert cache.layers[0].capacity == 12 + 11
 
 
+def test_room_for_a_turn_is_enough_whatever_the_budget():
+  """Also where the cache never holds as many tokens as it may."""
+  schedule = kvjax.Schedule(every=4)
+  plan = kvjax.get_plan("keydiff", kvjax.Tokens(500), schedule)
+  prompts = kvjax.Prompts.of([ROWS[0][:9], ROWS[0][:4]], 9)
+  cache, _ = kvjax.prefill(MODEL, PARAMS, prompts, plan)
+  question = kvjax.Prompts.of([[5], [6]], 3)
+  turns = [
+    converse(kvjax.reserve(cache, room), question, kvjax.Decoding(9))
+    for room in (600, 3 + 9)
+  ]
+  (answers, roomy), (same_answers, tight) = turns
+  assert answers.rows() == same_answers.rows()
+  for row in range(2):
+    assert kept_positions(tight, row) == kept_positions(roomy, row)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
   ("name", "every"), [("h2o", 2), ("snapkv:window=4", 1)]

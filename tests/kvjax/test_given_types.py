@@ -1,9 +1,5 @@
 """Values of a wrong type or size: refused in one sentence, or harmless."""
 
-import subprocess
-import sys
-import threading
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -12,10 +8,7 @@ import kvjax
 from kvjax.engine.sampling import SamplingInputs, sample
 from kvjax.errors import InputError
 from kvjax.methods.key_norm import KeyL2Norm
-from kvjax.methods.rerotated import Rerotated
-from kvjax.registry import registry
-from kvjax.testing import TinyModel, kept_positions
-from kvjax.testing.subject import Subject
+from kvjax.testing import TinyModel
 
 MODEL = TinyModel()
 PARAMS = MODEL.init()
@@ -171,121 +164,6 @@ def test_the_hottest_temperature_draws_without_a_warning():
 def test_room_is_counted_in_whole_numbers_of_any_kind():
   larger = kvjax.reserve(CACHE, np.uint8(250))
   assert larger.layer(0).capacity == CACHE.layer(0).capacity + 250
-
-
-@pytest.mark.usefixtures("untyped")
-@pytest.mark.parametrize("kind", ["uint8", "int8", "uint32", "int64"])
-@pytest.mark.parametrize("name", ["chunked:length=16/keydiff", "kvzip"])
-def test_lengths_of_any_integers_are_the_same(name, kind):
-  tokens = np.arange(600, dtype=np.int32).reshape(2, 300) % 60
-  plan = kvjax.get_plan(name, kvjax.Retention(0.5))
-
-  def kept(kind):
-    prompts = kvjax.Prompts(tokens, np.array([127, 101], kind))
-    cache, _ = kvjax.prefill(MODEL, PARAMS, prompts, plan)
-    return [kept_positions(cache, row) for row in range(2)]
-
-  assert kept(kind) == kept("int32")
-
-
-@pytest.mark.parametrize(
-  ("share", "total"), [(0.4, [[36, 36]]), (0.75, [[65, 36]])], ids=str
-)
-def test_ends_that_always_stay_are_in_the_total(share, total):
-  """As many as a share of the middle of 43 tokens, or as the ends have."""
-  name = "compactor.vllm:sketch_dim=6:chunk=16:first=2:last=16"
-  plan = kvjax.get_plan(name, kvjax.Retention(share))
-  lengths = np.array([61, 40])
-  sizes = kvjax.allocation.base.Sizes((2,))
-  found = plan.spread.totals(plan.fixed_budget, lengths, sizes)
-  assert found.tolist() == total
-  prompts = kvjax.Prompts.of([list(range(61)), list(range(40))])
-  cache, _ = kvjax.prefill(MODEL, PARAMS, prompts, plan)
-  assert np.sum(np.asarray(cache.lengths[0]), axis=1).tolist() == total[0]
-
-
-def test_methods_that_number_anew_are_checked_without_windows():
-  """Engines refuse to move the tokens of a window."""
-  windows = {
-    name: [spec.window for spec in Subject(method).model.geometry.layers]
-    for name, method in {
-      "keydiff": kvjax.get_method("keydiff"),
-      "rerotate": Rerotated(kvjax.get_method("keydiff")),
-    }.items()
-  }
-  assert any(windows["keydiff"])
-  assert not any(windows["rerotate"])
-
-
-CALIBRATION = kvjax.Calibration(
-  alpha=0.5,
-  beta=-3.0,
-  model_id="tiny",
-  method="KeyDiff",
-  per_query_head=False,
-  tau_range=(0.2, 1.0),
-  error=0.05,
-  triples=100,
-  ranges=(("nll", 1.0, 2.0),),
-)
-FEATURES = kvjax.Features(nll=np.array([9.0]), length=np.array([100]))
-
-
-def test_warnings_are_about_the_line_of_the_caller(tmp_path):
-  """In a process without the checks of tests, whose frames are no caller's."""
-  path = tmp_path / "script.py"
-  path.write_text(
-    "import kvjax\n"
-    "import numpy as np\n"
-    f"calibration = kvjax.{CALIBRATION!r}\n"
-    "features = kvjax.Features(nll=np.array([9.0]), length=np.array([100]))\n"
-    "kvjax.Calibrated(calibration, 0.9).retentions(features)\n"
-  )
-  done = subprocess.run(
-    [sys.executable, path], capture_output=True, text=True, check=True
-  )
-  assert done.stderr.startswith(f"{path}:5: InputWarning: The calibration of")
-
-
-def test_a_target_that_is_no_number_has_no_retention():
-  with pytest.raises(InputError, match=r"tau is .* nan is not"):
-    CALIBRATION.retentions(FEATURES, float("nan"))
-
-
-@pytest.mark.usefixtures("untyped")
-def test_a_tau_is_a_number():
-  with pytest.raises(InputError, match=r"tau must be a number; '0.9' is not"):
-    kvjax.Calibrated(None, "0.9")
-
-
-def test_no_thread_goes_on_without_the_methods_of_packages(monkeypatch):
-  begun, go_on, seen = threading.Event(), threading.Event(), []
-
-  def slow():
-    begun.set()
-    assert go_on.wait(20)
-    # As a package that asks for a method while it is imported.
-    registry.load_plugins()
-    seen.append("loaded")
-
-  monkeypatch.setattr(registry, "_UNLOADED", {"all"})
-  monkeypatch.setattr(registry, "register_plugins", slow)
-
-  def ask():
-    registry.load_plugins()
-    seen.append("asked")
-
-  threads = [threading.Thread(target=ask) for _ in range(2)]
-  threads[0].start()
-  assert begun.wait(20)
-  threads[1].start()
-  threads[1].join(0.2)
-  assert not seen
-  go_on.set()
-  for thread in threads:
-    thread.join(20)
-  assert sorted(seen) == ["asked", "asked", "loaded", "loaded"]
-  assert seen[0] == "loaded"
 
 
 def test_logits_of_the_model_are_taken():

@@ -4,6 +4,8 @@ import dataclasses
 import json
 import os
 import shutil
+import subprocess
+import sys
 import zlib
 
 import numpy as np
@@ -15,6 +17,7 @@ from odd_files import refused
 import kvjax
 from kvjax.allocation.streaming_heads import read_pattern
 from kvjax.calibration.fields import to_json
+from kvjax.errors import InputError
 from kvjax.methods.kvzap_gate import KVzapGate
 from kvjax.testing import TinyModel
 
@@ -252,3 +255,32 @@ def test_patterns_that_are_none(tmp_path, text):
   path = tmp_path / "heads.tsv"
   path.write_text(text)
   refused(lambda: read_pattern(str(path)), "must have a line for each layer")
+
+
+def test_warnings_are_about_the_line_of_the_caller(tmp_path):
+  """In a process without the checks of tests, whose frames are no caller's."""
+  path = tmp_path / "script.py"
+  path.write_text(
+    "import kvjax\n"
+    "import numpy as np\n"
+    f"calibration = kvjax.{CALIBRATION!r}\n"
+    "nll, length = np.array([9.0]), np.array([100])\n"
+    "features = kvjax.Features(nll=nll, length=length, tail_nll=nll)\n"
+    "kvjax.Calibrated(calibration, 0.9).retentions(features)\n"
+  )
+  done = subprocess.run(
+    [sys.executable, path], capture_output=True, text=True, check=True
+  )
+  assert done.stderr.startswith(f"{path}:6: InputWarning: The calibration of")
+
+
+def test_a_target_that_is_no_number_has_no_retention():
+  features = kvjax.Features(nll=np.array([1.0]), length=np.array([100]))
+  with pytest.raises(InputError, match=r"tau is .* nan is not"):
+    CALIBRATION.retentions(features, float("nan"))
+
+
+@pytest.mark.usefixtures("untyped")
+def test_a_tau_is_a_number():
+  with pytest.raises(InputError, match=r"tau must be a number; '0.9' is not"):
+    kvjax.Calibrated(None, "0.9")

@@ -151,6 +151,16 @@ def test_a_compressed_cache_is_asked_token_by_token(method):
   assert np.all(np.abs(found[:2] - whole[:2]) > 1e-3)
 
 
+def test_questions_and_answers_of_one_shape_share_a_program():
+  cache, counts = prefilled("full"), []
+  for question, answer in ((3, 2), (20, 25), (32, 32)):
+    asked = [[1] * question, [2], [3], [4]]
+    answers = [[5] * answer, [6], [7], [8]]
+    answer_nll(cache, asked, answers)
+    counts.append(likelihood._answer_nll._cache_size())
+  assert counts == counts[:1] * 3
+
+
 def test_mistakes_are_explained():
   cache = prefilled("full")
   with pytest.raises(InputError, match="4 rows, 1 questions and 4 answers"):
@@ -159,6 +169,11 @@ def test_mistakes_are_explained():
     answer_nll(cache, answers=ANSWERS[:2])
   with pytest.raises(InputError, match=r"has 4\d+ tokens; .* context is 4096"):
     answer_nll(cache, answers=[[1] * 4090] * 4)
+  masked = kvjax.Prompts.of([[1]] * 4, protected=[[True]] * 4)
+  plain = kvjax.Prompts.of([[1]] * 4)
+  for question, answer in ((masked, plain), (plain, masked)):
+    with pytest.raises(InputError, match="give what follows without a mask"):
+      kvjax.answer_nll(MODEL, PARAMS, cache, question, answer)
   prompts = kvjax.Prompts.of([[1] * 4097])
   with pytest.raises(InputError, match="context is 4096"):
     kvjax.negative_log_likelihood(MODEL, PARAMS, prompts)

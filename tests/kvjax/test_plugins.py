@@ -6,6 +6,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import threading
 import types
 
 import pytest
@@ -196,3 +197,33 @@ def test_a_broken_package_is_named_once_where_unknown_names_are(tmp_path):
   assert done.returncode == 0, done.stderr
   said = "The method 'odd' of broken is left out: No module named 'gone'.\n"
   assert done.stdout == said
+
+
+def test_no_thread_goes_on_without_the_methods_of_packages(monkeypatch):
+  begun, go_on, seen = threading.Event(), threading.Event(), []
+
+  def slow():
+    begun.set()
+    assert go_on.wait(20)
+    # As a package that asks for a method while it is imported.
+    registry.load_plugins()
+    seen.append("loaded")
+
+  monkeypatch.setattr(registry, "_UNLOADED", {"all"})
+  monkeypatch.setattr(registry, "register_plugins", slow)
+
+  def ask():
+    registry.load_plugins()
+    seen.append("asked")
+
+  threads = [threading.Thread(target=ask) for _ in range(2)]
+  threads[0].start()
+  assert begun.wait(20)
+  threads[1].start()
+  threads[1].join(0.2)
+  assert not seen
+  go_on.set()
+  for thread in threads:
+    thread.join(20)
+  assert sorted(seen) == ["asked", "asked", "loaded", "loaded"]
+  assert seen[0] == "loaded"

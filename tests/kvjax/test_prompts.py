@@ -9,7 +9,7 @@ import pytest
 
 import kvjax
 from kvjax.errors import InputError, InputWarning
-from kvjax.testing import TinyModel
+from kvjax.testing import TinyModel, kept_positions
 
 MODEL = TinyModel()
 PARAMS = MODEL.init()
@@ -126,3 +126,18 @@ def test_what_jit_does_not_know_is_refused_in_one_sentence():
   ):
     with pytest.raises(InputError, match="Prompts cannot be arguments of jax"):
       jax.jit(call)(QUESTIONS)
+
+
+@pytest.mark.usefixtures("untyped")
+@pytest.mark.parametrize("kind", ["uint8", "int8", "uint32", "int64"])
+@pytest.mark.parametrize("name", ["chunked:length=16/keydiff", "kvzip"])
+def test_lengths_of_any_integers_are_the_same(name, kind):
+  tokens = np.arange(600, dtype=np.int32).reshape(2, 300) % 60
+  plan = kvjax.get_plan(name, kvjax.Retention(0.5))
+
+  def kept(kind):
+    prompts = kvjax.Prompts(tokens, np.array([127, 101], kind))
+    cache, _ = kvjax.prefill(MODEL, PARAMS, prompts, plan)
+    return [kept_positions(cache, row) for row in range(2)]
+
+  assert kept(kind) == kept("int32")

@@ -110,3 +110,20 @@ def test_too_many_protected_slots_share_the_budget():
   protected = jnp.asarray([[[True, True, True, False], [False] * 4]])
   counts = count_best(scores, valid, protected, jnp.asarray([4], jnp.int32))
   assert counts.tolist() == [[2, 2]]
+
+
+@pytest.mark.parametrize(
+  ("share", "total"), [(0.4, [[36, 36]]), (0.75, [[65, 36]])], ids=str
+)
+def test_ends_that_always_stay_are_in_the_total(share, total):
+  """As many as a share of the middle of 43 tokens, or as the ends have."""
+  name = "compactor.vllm:sketch_dim=6:chunk=16:first=2:last=16"
+  plan = kvjax.get_plan(name, kvjax.Retention(share))
+  lengths = np.array([61, 40])
+  sizes = Sizes((2,))
+  found = plan.spread.totals(plan.fixed_budget, lengths, sizes)
+  assert found.tolist() == total
+  prompts = kvjax.Prompts.of([list(range(61)), list(range(40))])
+  model = TinyModel()
+  cache, _ = kvjax.prefill(model, model.init(), prompts, plan)
+  assert np.sum(np.asarray(cache.lengths[0]), axis=1).tolist() == total[0]
