@@ -101,7 +101,8 @@ class Compression:
     requests = list_evaluations(0, [plan], [prepared], geometry)
     evaluations = evaluate_all(0, activations, requests, {})
     builder = CacheBuilder(TinyModel(geometry), prepared, None)
-    builder.keep(0, activations, find_evaluated(plan, evaluations))
+    evaluated = find_evaluated(plan, evaluations)
+    builder.keep(0, activations.only(()), evaluated)
     lengths = jnp.asarray(prompts.lengths)
     jax.block_until_ready(builder.cache(lengths))
     return time.perf_counter() - begin

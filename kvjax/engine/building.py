@@ -12,6 +12,7 @@ from jax.experimental.compute_on import compute_on
 from jaxtyping import Array, Bool, Int
 
 from kvjax.activations import Activations
+from kvjax.allocation.base import LayerBudget
 from kvjax.cache.base import Layer
 from kvjax.cache.cache import Cache
 from kvjax.cache.packed import PackedLayer
@@ -55,6 +56,7 @@ class CacheBuilder:
     self._model = model
     self._prepared = prepared
     self._protected = protected
+    self._budgets: list[LayerBudget] | None = None
     specs = model.geometry.layers
     # Layers that evict and layers that never do are in different stacks.
     self._kinds = [
@@ -81,7 +83,8 @@ class CacheBuilder:
 
     Args:
       layer: index of the layer in the model.
-      activations: activations of the prompt.
+      activations: activations of the prompt without the optional ones, so that
+        methods which had other ones share the programs.
       evaluated: evaluation by the plan's method, if there is one.
       counts: tokens that each head keeps; None for those of the plan.
     """
@@ -89,10 +92,8 @@ class CacheBuilder:
     assert kind is not None
     program = kind[1]
     num_keys = self._prepared.num_keys
-    # Methods that had other activations or scores then share the programs.
-    activations = activations.only(())
     inputs = LayerInputs(
-      jnp.asarray(layer, jnp.int32),
+      np.int32(layer),
       activations,
       evaluated and evaluated.drop_scores(),
       self._select(layer, activations, evaluated, counts),
@@ -134,8 +135,10 @@ class CacheBuilder:
     if self._prepared.keeps_all[layer]:
       return None
     assert evaluated is not None
-    slots = activations.positions.shape[1]
-    budget = self._prepared.budget(layer, slots, self._protected)
+    if self._budgets is None:
+      slots = activations.positions.shape[1]
+      self._budgets = self._prepared.budgets(slots, self._protected)
+    budget = self._budgets[layer]
     if counts is not None:
       budget = dataclasses.replace(budget, counts=counts)
     return select_layer(

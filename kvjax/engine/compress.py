@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from kvjax.activations import Activations
@@ -184,7 +185,7 @@ class LayerInputs(NamedTuple):
     num_keys: keys that each row retrieves, for retrieval methods.
   """
 
-  layer: Int[Array, ""]
+  layer: Int[Array, ""] | np.int32
   activations: Activations
   evaluated: Evaluated | None
   slots: Int[Array, "B K T"] | None
@@ -228,7 +229,7 @@ def compress_layer(
     assert inputs.num_keys is not None
     sparse = SparseLayer.of(
       program.retrieval,
-      inputs.layer,
+      jnp.asarray(inputs.layer),
       cache,
       activations,
       inputs.num_keys,

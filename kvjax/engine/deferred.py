@@ -160,10 +160,11 @@ class Deferred:
     """Compresses all layers; each is freed as soon as its caches are made."""
     for number in list(self._layers):
       layer = self._layers.pop(number)
+      activations = layer.activations.only(())
       for plan, builder, counts in waiting:
         builder.keep(
           number,
-          layer.activations,
+          activations,
           find_evaluated(plan, layer.evaluations),
           counts.get(number),
         )

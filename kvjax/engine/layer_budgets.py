@@ -90,8 +90,9 @@ def kv_heads(plan: Plan, spec: LayerSpec) -> int:
 
 def compressed_layers(plan: Plan, geometry: Geometry) -> tuple[bool, ...]:
   """For each layer, whether the plan's method evicts from it."""
+  traits = plan.method.traits
   return tuple(
-    spec.compressible and not plan.method.traits.keeps_layer(layer)
+    spec.compressible and not traits.keeps_layer(layer)
     for layer, spec in enumerate(geometry.layers)
   )
 

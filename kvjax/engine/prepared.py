@@ -1,11 +1,13 @@
 """Preparation of a plan: the tokens and slots of each layer and row."""
 
 import dataclasses
+import operator
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from kvjax.allocation.base import LayerBudget, Sizes
 from kvjax.cache.layers import LayerCache
@@ -115,7 +117,7 @@ class PreparedPlan:
 
   def program(self, layer: int, spec: LayerSpec) -> LayerProgram:
     """Returns the static arguments of a layer's program."""
-    plan = self.plan
+    plan, traits = self.plan, self.plan.method.traits
     if spec.window is not None:
       return LayerProgram(spec.window, window=spec.window)
     program = LayerProgram(
@@ -124,10 +126,10 @@ class PreparedPlan:
       paged=plan.pageable and not heads_fill_mesh(kv_heads(plan, spec)),
       per_query_head=plan.per_query_head,
       recursive=plan.while_decoding is not None,
-      renumbers=spec if plan.method.traits.renumbers else None,
+      renumbers=spec if traits.renumbers else None,
       kv_dtype=plan.kv_dtype,
       pool=0 if self.keeps_all[layer] else self.pool,
-      channels=plan.method.traits.channels,
+      channels=traits.channels,
     )
     sparse = plan.sparse
     if sparse is None or sparse.retrieval.is_dense(layer):
@@ -144,36 +146,55 @@ class PreparedPlan:
 
   def budget(
     self,
-    layer: int | Int[Array, ""],
+    layer: Int[Array, ""],
     slots: int,
     protected: Bool[Array, "B P"] | None,
   ) -> LayerBudget:
-    """Returns the budget of a layer.
+    """Returns the budget of a layer, in a program for many layers.
 
     Args:
       layer: index of the layer in the model.
-      slots: slots of the new cache. After a prompt, T serves as the capacity,
+      slots: slots of the new cache.
+      protected: by position, tokens that must be kept, if there are any.
+    """
+    arrays = self._arrays
+    of_layer = jax.tree.map(lambda x: jnp.asarray(x)[layer], arrays)
+    return self._with(slots, protected, self.parts, of_layer)
+
+  def budgets(
+    self, slots: int, protected: Bool[Array, "B P"] | None
+  ) -> list[LayerBudget]:
+    """Returns the budgets of all layers.
+
+    Args:
+      slots: slots of the new caches. After a prompt, T serves as the capacity,
         so that one compiled program selects for all budgets.
       protected: by position, tokens that must be kept, if there are any.
     """
+    parts, of_layers = _unstack(self.parts, self._arrays)
+    return [self._with(slots, protected, parts, each) for each in of_layers]
 
-    def of_layer(x: Any) -> Any:
-      if x is None:
-        return None
-      # Sliced on the host if possible: a sweep has thousands of these slices.
-      if isinstance(layer, int) and isinstance(x, np.ndarray):
-        return jnp.asarray(x[layer])
-      return jnp.asarray(x)[layer]
+  @property
+  def _arrays(self) -> tuple[Any, Any, Any]:
+    return self.counts, self.totals, self.shares
 
+  def _with(
+    self,
+    slots: int,
+    protected: Bool[Array, "B P"] | None,
+    parts: Any,
+    of_layer: tuple[Any, Any, Any],
+  ) -> LayerBudget:
+    counts, total, share = of_layer
     plan = self.plan
     return LayerBudget(
-      of_layer(self.counts),
+      counts,
       slots,
       None if plan.schedule.is_whole_prompt else plan.fixed_budget,
-      of_layer(self.totals),
+      total,
       protected,
-      None if self.parts is None else jnp.asarray(self.parts),
-      of_layer(self.shares),
+      None if parts is None else jnp.asarray(parts),
+      share,
     )
 
   def is_due(self, layer: LayerCache, budget: LayerBudget) -> Bool[Array, ""]:
@@ -183,6 +204,13 @@ class PreparedPlan:
     """
     due = self.plan.spread.is_due(layer, budget)
     return due | (layer.cursor > budget.capacity)
+
+
+@jax.jit
+def _unstack(parts: Any, arrays: PyTree) -> tuple[Any, list[PyTree]]:
+  """Cuts arrays into those of each layer, as a sweep has thousands of these."""
+  layers = range(len(jax.tree.leaves(arrays)[0]))
+  return parts, [jax.tree.map(operator.itemgetter(n), arrays) for n in layers]
 
 
 # Maximum number of different capacities of the layers of a model.

@@ -177,9 +177,10 @@ class _Sweep:
     # A layer may copy a selection across layers that evict nothing.
     self._latest = {**self._latest, **evaluations}
     self._add_shapes(activations, evaluations)
+    bare = activations.only(())
     for index, builder in self._builders.items():
       evaluated = find_evaluated(self._plans[index], evaluations)
-      builder.keep(layer, activations, evaluated)
+      builder.keep(layer, bare, evaluated)
     # Scores are computed, so optional activations are no longer needed.
     self._deferred.add(layer, activations, later, evaluations)
 

@@ -47,14 +47,14 @@ def count_by_head(
   method = prepared.plan.method
   assert isinstance(method, ScoringMethod)
   padded = next(iter(activations.values())).positions.shape[1]
-  budgets = [prepared.budget(layer, padded, protected) for layer in scores]
+  budgets = prepared.budgets(padded, protected)
   counts = dict(
     zip(
       scores,
       _count(
         [activations[layer] for layer in scores],
         list(scores.values()),
-        budgets,
+        [budgets[layer] for layer in scores],
         method=method,
       ),
       strict=True,
