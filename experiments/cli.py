@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import os
+import re
 import signal
 import sys
 import threading
@@ -38,6 +39,13 @@ _OF_KVPRESS = {
   "press_name": ("methods", ""),
 }
 _FORMATTED = warnings.formatwarning
+# What absl says of values that Python does not convert.
+_UNCONVERTED = re.compile(
+  r"flag --(\w+)=(.*): "
+  r"(?:invalid literal for|could not convert|\('Non-boolean).*",
+  re.DOTALL,
+)
+_KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false"}
 
 
 def run(main: Callable[[], None]) -> None:
@@ -311,9 +319,18 @@ def _parse(argv: Sequence[str]) -> list[str]:
   except flags.UnrecognizedFlagError as error:
     _refuse(_no_flag(error.flagname))
   except flags.Error as error:
-    sentence = " ".join(str(error).split()).removesuffix(".").removesuffix(" ?")
-    _refuse(f"{_shorten(sentence)}; --help lists the flags.")
+    _refuse(f"{_shorten(_said_by(error))}; --help lists the flags.")
   return rest
+
+
+def _said_by(error: flags.Error) -> str:
+  """What absl says of a flag; where it quotes Python, what the flag takes."""
+  sentence = " ".join(str(error).split()).removesuffix(".").removesuffix(" ?")
+  found = _UNCONVERTED.fullmatch(sentence)
+  kind = found and _KINDS.get(flags.FLAGS[found[1]].flag_type())
+  if not found or not kind:
+    return sentence
+  return f"--{found[1]} takes {kind}, not {found[2]!r}"
 
 
 def _no_flag(name: str) -> str:

@@ -42,7 +42,11 @@ _WRONG_INPUT = 2
 def main() -> None:
   """Starts the program in the first argument, or lists all programs."""
   with exits.quiet_when_unread():
-    _start()
+    try:
+      _start()
+    except KeyboardInterrupt:  # while a program was imported
+      print("Stopped.", file=sys.stderr)
+      exits.leave(exits.INTERRUPTED)
 
 
 def _start() -> None:

@@ -12,6 +12,8 @@ from kvjax.names import name_of
 # do parts of Python's own.
 _OWN = (f"{pathlib.Path(__file__).parent}{os.sep}", "<string", "<frozen")
 
+_LONGEST = 3000
+
 
 class InputError(ValueError):
   """An error in what the caller passed.
@@ -21,13 +23,7 @@ class InputError(ValueError):
   """
 
   def __init__(self, sentence: str) -> None:
-    # Names in files may break lines, and move a terminal's cursor.
-    super().__init__(
-      "".join(
-        char if char.isprintable() else char.encode("unicode_escape").decode()
-        for char in sentence
-      )
-    )
+    super().__init__(_readable(sentence))
 
 
 class InputWarning(UserWarning):
@@ -39,7 +35,18 @@ class InputWarning(UserWarning):
 
 def warn(sentence: str) -> None:
   """Warns of a possible mistake, at the line of the caller that made it."""
-  warnings.warn(sentence, InputWarning, skip_file_prefixes=_OWN)
+  warnings.warn(_readable(sentence), InputWarning, skip_file_prefixes=_OWN)
+
+
+def _readable(sentence: str) -> str:
+  """Shows what names in files may hide, and leaves out most of a long one."""
+  if len(sentence) > _LONGEST:
+    sentence = f"{sentence[: _LONGEST // 2]} ... {sentence[-_LONGEST // 4 :]}"
+  # Names may break lines, and move a terminal's cursor.
+  return "".join(
+    char if char.isprintable() else char.encode("unicode_escape").decode()
+    for char in sentence
+  )
 
 
 @contextlib.contextmanager

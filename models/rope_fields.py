@@ -58,6 +58,9 @@ _NUMBERS = {"rope_theta", "partial_rotary_factor"}.union(
 )
 # Frequencies are float32, and so are their products with positions.
 _TINY, _HUGE = 1e-6, 1e30
+# These multiply queries and keys, so that logits have their square.
+_SCALES = ("attention_factor", "mscale", "mscale_all_dim")
+_LARGE = 1e4
 # Fields about the origin of the file.
 _WITHOUT_EFFECT = ("finetuned",)
 
@@ -81,6 +84,7 @@ def read_ropes(
     rope = nested.object(FULL)
     local |= nested.object(SLIDING)
     fields.faults += nested.faults
+  fields.faults += _find_contradictions(older, rope)
   rope = older | rope
   for name, value in (
     ("rope_theta", theta),
@@ -118,6 +122,22 @@ def read_ropes(
   if family.rope == "unscaled":
     local = {"rope_theta": whole.theta} | local
   return whole, read(local) if local else None
+
+
+def _find_contradictions(
+  older: Mapping[str, Any], rope: Mapping[str, Any]
+) -> list[str]:
+  """Lists what rope_scaling and rope_parameters say differently."""
+  one, other = (
+    {"rope_type" if name == "type" else name: x[name] for name in x}
+    for x in (older, rope)
+  )
+  return [
+    f"has {format_value(one[name])} for {name!r} in rope_scaling and "
+    f"{format_value(other[name])} in rope_parameters, which must agree"
+    for name in sorted(one.keys() & other.keys())
+    if one[name] != other[name]
+  ]
 
 
 def read_rope(
@@ -274,7 +294,8 @@ def _describe_expected(name: str, value: Any) -> str | None:
   if name == "original_max_position_embeddings":
     valid = type(value) is int and 0 < value <= LARGEST
     return None if valid else "a whole number of 1 or more, and no huge one"
-  if name in _NUMBERS and not (is_number(value) and 0 < value < _HUGE):
+  most = _LARGE if name in _SCALES else _HUGE
+  if name in _NUMBERS and not (is_number(value) and 0 < value < most):
     return "a number above 0, and no huge one"
   if name in _NUMBERS and value < _TINY:
     return "a number above 0, and no tiny one"

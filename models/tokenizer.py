@@ -184,8 +184,19 @@ class Tokenizer:
 
     The text is exact: clean_up_tokenization_spaces of transformers, which joins
     punctuation to the preceding word, is not applied.
+
+    Raises:
+      InputError: an id is negative or has more than 32 bits, or the tokenizer
+        fails.
     """
-    return self._backend.decode([int(i) for i in ids])
+    try:
+      with _refused("The tokenizer does not decode the tokens"):
+        return self._backend.decode([int(i) for i in ids])
+    except OverflowError as error:
+      raise InputError(
+        f"Token ids are from 0 to {2**32 - 1}; {min(ids)} to {max(ids)} are "
+        "given."
+      ) from error
 
   @property
   def bos(self) -> str:

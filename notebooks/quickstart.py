@@ -21,7 +21,8 @@
 # method still finds, and shows the tokens it kept. It runs on CPU, GPU and TPU
 # runtimes; two CPU cores take less than three minutes.
 #
-# The first cell installs kvjax if it is missing, as on Colab.
+# The first cell installs kvjax if it is missing, from the clone that the
+# notebook stands in, or from a wheel beside it. On Colab, upload the wheel.
 
 # %%
 import importlib
@@ -33,18 +34,29 @@ import subprocess
 import sys
 
 if importlib.util.find_spec("kvjax") is None:
-  # From the checkout that this notebook stands in, else from the package index.
+  # From the clone that this notebook stands in, or a wheel beside it.
   here = pathlib.Path.cwd()
-  checkouts = [
-    p for p in (here, *here.parents) if (p / "WORKSPACE.md").exists()
-  ]
-  source = str(checkouts[0]) if checkouts else "kvjax"
+  clones = [p for p in (here, *here.parents) if (p / "WORKSPACE.md").exists()]
+  source = next(iter([*clones, *here.glob("kvjax-*.whl")]), None)
+  if source is None:
+    raise RuntimeError(
+      "kvjax is not installed: run this notebook in a clone of it, or put its "
+      "wheel beside it, from `python -m pip wheel --no-deps PATH/TO/CLONE`."
+    )
   # JAX has a build for each kind of device.
   tpu = any(pathlib.Path("/dev").glob("accel[0-9]*"))
   tpu = tpu or any(pathlib.Path("/dev").glob("vfio/[0-9]*"))
   build = "cuda13" if shutil.which("nvidia-smi") else "tpu" if tpu else "cpu"
   subprocess.run(
-    [sys.executable, "-m", "pip", "install", "-q", f"jax[{build}]", source],
+    [
+      sys.executable,
+      "-m",
+      "pip",
+      "install",
+      "-q",
+      f"jax[{build}]",
+      str(source),
+    ],
     check=True,
   )
   importlib.invalidate_caches()

@@ -12,6 +12,7 @@ from absl import logging
 from jaxtyping import Array, Float, Int
 
 import kvjax
+from kvjax import hosts
 from kvjax.experiments.run import prefilling
 from kvjax.experiments.run.candidates import Candidate
 from kvjax.experiments.run.prompting import Prompt, Prompted, Shape
@@ -109,7 +110,7 @@ def replies(
   for group in _groups(lm, [one.cache for one in prefilled.values()], stays):
     # Each cache is freed when it has been joined.
     parts = [prefilled.pop(index) for index in group]
-    joined = _Joined.of(lm, parts, contexts[0][0], shape)
+    joined = _Joined.of(lm, parts, rows, shape)
     del parts
     if stays:
       joined.cache = _with_capacity(joined.cache, rows[0], shape)
@@ -186,7 +187,8 @@ class _Joined:
   Attributes:
     cache: the caches, with the rows of one candidate after those of another.
     logits: logits after the context.
-    counts: tokens of each row.
+    tokens: tokens of each row that were processed so far.
+    counts: tokens of each row that are left.
     own: what is reported of each candidate's own cache.
     rows: rows of a candidate.
     stays: whether turns stay in the cache.
@@ -194,6 +196,7 @@ class _Joined:
 
   cache: kvjax.Cache
   logits: Float[Array, "B V"]
+  tokens: Int[np.ndarray, " R"]
   counts: TokenCounts
   own: list[_OwnCache]
   rows: int
@@ -204,7 +207,7 @@ class _Joined:
     cls,
     lm: Pretrained,
     parts: Sequence[prefilling.Prefilled],
-    prompt: Prompt,
+    contexts: Sequence[Prompted],
     shape: Shape,
   ) -> "_Joined":
     """Joins caches.
@@ -212,19 +215,24 @@ class _Joined:
     Args:
       lm: the model.
       parts: the caches.
-      prompt: a prompt, whose options are those of all.
+      contexts: the rows of each cache, whose prompts all have equal options.
       shape: see `Shape`.
     """
+    prompt = contexts[0][0]
+    lengths = [len(shape.prefilled(prompts[0])) for prompts in contexts]
+    tokens = np.tile(np.array(lengths, np.int32), len(parts))
     own = [_OwnCache.of(lm, part, prompt, shape) for part in parts]
     cache = kvjax.stack([part.cache for part in parts])
     logits = jnp.concatenate([part.logits for part in parts])
     counts = TokenCounts.of(cache)
-    return cls(cache, logits, counts, own, shape.rows, prompt.stays)
+    return cls(cache, logits, tokens, counts, own, shape.rows, prompt.stays)
 
   def answer(
     self, lm: Pretrained, prompts: Sequence[Prompt], shape: Shape
   ) -> list[list[int]]:
     """Answers a question of each context; keeps the turn if turns stay."""
+    # Positions count evicted tokens only if the others are not renumbered.
+    start = hosts.read(self.cache.next_positions)
     turn = kvjax.generate(
       lm.model,
       lm.params,
@@ -237,6 +245,7 @@ class _Joined:
     if self.stays:
       assert turn.cache is not None
       self.cache, self.counts = turn.cache, TokenCounts.of(turn.cache)
+      self.tokens = self.tokens + hosts.read(self.cache.next_positions) - start
     return turn.rows()
 
   def reply(
@@ -260,9 +269,9 @@ class _Joined:
     """
     own, counts = self.own[place], self.counts
     at = place * self.rows + row
-    tokens = int(counts.tokens[at])
+    tokens = int(self.tokens[at])
     if isinstance(candidate.plan.budget, kvjax.Threshold):
-      retention = counts.share(at)
+      retention = counts.share(at, tokens)
     elif own.retentions is None:
       retention = candidate.retention(tokens)
     else:

@@ -130,9 +130,13 @@ class Shape(NamedTuple):
   context: int
   question: int
 
+  def prefilled(self, prompt: Prompt) -> list[int]:
+    """What is prefilled of a prompt, before any eviction."""
+    return prompt.context if self.question else prompt.prefilled
+
   def batch(self, prompts: Sequence[Prompt]) -> kvjax.Prompts:
     """What is prefilled of these prompts, padded, with what is protected."""
-    texts = [p.context if self.question else p.prefilled for p in prompts]
+    texts = [self.prefilled(prompt) for prompt in prompts]
     masks = None
     if any(prompt.protected for prompt in prompts):
       pairs = zip(prompts, texts, strict=True)

@@ -1,6 +1,7 @@
 """Answers a question about a text from full and compressed caches."""
 
 import pathlib
+import re
 from collections.abc import Sequence
 
 import rich.box
@@ -28,6 +29,8 @@ from kvjax.models.pretrained import Pretrained
 
 _MAX_NEW_TOKENS = 128
 _FEWEST_REPEATS = 2
+# After a line, or a sentence and its space.
+_SENTENCES = re.compile(r"(?<=\n)|(?<=[.!?] )")
 
 
 def read_text(path: pathlib.Path) -> str:
@@ -108,21 +111,22 @@ def to_terminal(
 
 
 def without_repeats(answer: str) -> str:
-  """Cuts an answer where it only repeats its own lines, as small models do.
+  """Cuts an answer where it only repeats itself, as small models do.
 
-  The last line may be the beginning of an earlier one, where tokens ran out.
-  One repeated line may be meant; it stays.
+  It is compared by lines and sentences. The last may be the beginning of an
+  earlier one, where tokens ran out. One that is repeated once may be meant; it
+  stays.
   """
-  lines = answer.splitlines()
+  parts = [part for part in _SENTENCES.split(answer) if part]
   last_new = max(
     (
       index
-      for index, line in enumerate(lines)
-      if not any(earlier.startswith(line) for earlier in lines[:index])
+      for index, part in enumerate(parts)
+      if not any(earlier.startswith(part.strip()) for earlier in parts[:index])
     ),
     default=0,
   )
-  repeated = len(lines) - last_new - 1
+  repeated = len(parts) - last_new - 1
   if repeated < _FEWEST_REPEATS:
     return answer
-  return "\n".join([*lines[: last_new + 1], "(and so on)"])
+  return "".join(parts[: last_new + 1]).rstrip() + "\n(and so on)"

@@ -14,14 +14,12 @@ class TokenCounts(NamedTuple):
   """Token counts of each row of a cache.
 
   Attributes:
-    tokens: tokens processed so far.
     kept: tokens in the cache, mean over layers and KV heads.
     read: tokens that the next token attends to, likewise.
     kept_globally: tokens in layers without a window, which budgets are of,
       likewise; None unless some layers have a window and others have none.
   """
 
-  tokens: Int[np.ndarray, " R"]
   kept: Float[np.ndarray, " R"]
   read: Float[np.ndarray, " R"]
   kept_globally: Float[np.ndarray, " R"] | None
@@ -29,9 +27,7 @@ class TokenCounts(NamedTuple):
   @classmethod
   def of(cls, cache: kvjax.Cache) -> "TokenCounts":
     """Counts the tokens of a cache."""
-    tokens, kept, read = hosts.read(
-      (cache.next_positions, cache.lengths, cache.num_attended)
-    )
+    kept, read = hosts.read((cache.lengths, cache.num_attended))
     is_local = [
       isinstance(cache.stacks[stack], WindowLayer)
       for stack in cache.order
@@ -44,7 +40,7 @@ class TokenCounts(NamedTuple):
     of_global = None
     if any(is_local) and not all(is_local):
       of_global = mean(kept[np.logical_not(is_local)])
-    return cls(tokens, mean(kept), mean(read), of_global)
+    return cls(mean(kept), mean(read), of_global)
 
   @property
   def evictable(self) -> Float[np.ndarray, " R"]:
@@ -54,6 +50,6 @@ class TokenCounts(NamedTuple):
     """
     return self.kept if self.kept_globally is None else self.kept_globally
 
-  def share(self, row: int) -> float:
-    """The share that a row keeps of the layers that budgets are of."""
-    return float(self.evictable[row] / self.tokens[row])
+  def share(self, row: int, tokens: int) -> float:
+    """The share of its tokens that a row keeps where budgets apply."""
+    return float(self.evictable[row] / tokens)

@@ -1,6 +1,7 @@
 """The weights of Fast KVzip: attention beside learned sinks, and its file."""
 
 import dataclasses
+import os
 import pathlib
 from collections.abc import Mapping
 from typing import Any
@@ -127,7 +128,7 @@ def _normalize(
 def _file(path: str) -> pathlib.Path:
   """The file, or the only one of its kind in a folder."""
   folder = pathlib.Path(path)
-  if not folder.is_dir():
+  if not os.path.isdir(folder):  # False for names that are too long
     return folder
   found = sorted(folder.glob("*.pt"))
   if len(found) != 1:

@@ -104,7 +104,8 @@ def read_once[Read](
     InputError: there is no such file, or one has changed since.
   """
   file = pathlib.Path(path)
-  file = file / "model.safetensors" if file.is_dir() else file
+  # Of a name that is too long, `is_dir` would raise an error.
+  file = file / "model.safetensors" if os.path.isdir(file) else file
   paths = (file, *map(file.with_name, beside))
   stamps = tuple(map(_stamp, paths))
   absolute = tuple(map(os.path.abspath, paths))

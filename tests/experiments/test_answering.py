@@ -108,6 +108,23 @@ def test_a_cache_is_freed_when_it_has_been_joined(tiny, monkeypatch):
   assert sorted(map(chosen.index, answered)) == sorted([*range(7)] * 2)
 
 
+def test_evicted_tokens_count_where_the_others_are_renumbered(tiny):
+  chosen = candidates(["rerotate/keydiff"], [kvjax.Retention(0.25)])[1:]
+  turn = prompting.Prompt([5] * 96, [7] * 4, 2, stays=True)
+  groups = answering.replies(
+    tiny,
+    chosen,
+    [[turn, turn]] * 2,
+    prompting.Shape(2, 96, 8),
+    answering.Seconds(),
+  )
+  replies = [reply for group in groups for reply in group]
+  # After questions of 4 tokens and answers of 2.
+  counts = [(96 + 6, 24.0 + 6)] * 2 + [(96 + 12, 24.0 + 12)] * 2
+  assert [(r.context_tokens, r.kept_tokens) for r in replies] == counts
+  assert {reply.retention for reply in replies[:2]} == {0.25}
+
+
 def test_the_caches_of_a_conversation_are_freed_before_it_has_room(
   tiny, monkeypatch
 ):

@@ -86,3 +86,19 @@ def test_a_program_announces_its_time_in_the_words_of_its_help(
   monkeypatch.setattr(sys.modules["__main__"], "__doc__", None)
   cli.announce()
   assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+  ("argument", "said"),
+  [
+    ("--samples=2.5", "--samples takes a whole number, not '2.5'"),
+    ("--samples=", "--samples takes a whole number, not ''"),
+    ("--dry_run=maybe", "--dry_run takes true or false, not 'maybe'"),
+    ("--batch=0", "flag --batch=0: 0 is not a positive integer"),
+  ],
+  ids=["fraction", "nothing", "word", "range"],
+)
+def test_values_are_refused_without_words_of_python(run_binary, argument, said):
+  done = run_binary("kvjax.experiments.evaluate", argument)
+  assert done.returncode == 2
+  assert done.stderr == f"{said}; --help lists the flags.\n"

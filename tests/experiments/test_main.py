@@ -57,6 +57,22 @@ def test_a_program_is_started_with_its_flags(run_binary):
   assert "--kvpress" in done.stdout
 
 
+def test_an_interrupt_while_a_program_is_imported_ends_it(monkeypatch, capsys):
+  def interrupted(*args, **kwargs):
+    raise KeyboardInterrupt
+
+  def end(code):
+    raise SystemExit(code)
+
+  monkeypatch.setattr(command.runpy, "run_module", interrupted)
+  # Which ends the process at once.
+  monkeypatch.setattr(command.exits, "leave", end)
+  with pytest.raises(SystemExit) as stop:
+    run(monkeypatch, "compare")
+  assert stop.value.code == 130
+  assert capsys.readouterr().err == "Stopped.\n"
+
+
 def test_the_package_of_the_programs_lists_them_too(run_binary):
   done = run_binary("kvjax.experiments")
   assert done.returncode == 0

@@ -74,6 +74,8 @@ def test_a_text_longer_than_the_context_is_refused(tiny):
   [
     ("It is 4.\nIt is 1.\nIt is 4.\nIt is 1.\nIt i", "It is 4.\nIt is 1."),
     ("Yes.\nYes.\nYes.", "Yes."),
+    ("It is 4.2. No? It is 4.2. No? It is 4.2. N", "It is 4.2. No?"),
+    ("It is 4.\nNo. It is 4.\nNo. It", "It is 4.\nNo."),
   ],
 )
 def test_an_answer_that_repeats_itself_is_cut(answer, shown):
@@ -82,7 +84,14 @@ def test_an_answer_that_repeats_itself_is_cut(answer, shown):
 
 @pytest.mark.parametrize(
   "answer",
-  ["", "Yes.", "Row, row\nRow, row\nyour boat", "a\nb\na", "a\nb\na\nb\nc"],
+  [
+    "",
+    "Yes.",
+    "Row, row\nRow, row\nyour boat",
+    "a\nb\na",
+    "a\nb\na\nb\nc",
+    "No. No. Not that. It is 4.2.",
+  ],
 )
 def test_other_answers_are_shown_whole(answer):
   assert side_by_side.without_repeats(answer) == answer

@@ -90,6 +90,10 @@ def test_sketch_as_wide_as_the_keys_is_exact(solver):
   keys = keys_of(1, 60)
   sketch = gaussian_sketch(jax.random.key(0), D, D)
   np.testing.assert_allclose(lev(keys, sketch, solver), exact(keys), atol=1e-4)
+  # The keys are taken as they are.
+  np.testing.assert_array_equal(
+    lev(keys, sketch, solver), lev(keys, solver=solver)
+  )
 
 
 def test_narrow_sketch_is_the_leverage_of_the_sketched_keys():

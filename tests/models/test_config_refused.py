@@ -199,6 +199,19 @@ from kvjax.models.config import DecoderConfig
       " type 'dynamic' does not use; only 128, max_position_embeddings",
     ),
     ({"rope_scaling": LLAMA3 | {"low_freq_factor": 4.0}}, "the smaller"),
+    ({"rope_scaling": YARN | {"attention_factor": 1e29}}, "no huge one"),
+    ({"rope_scaling": YARN | {"mscale": 1e29}}, "no huge one"),
+    (
+      {"rope_scaling": DYNAMIC, "rope_parameters": DYNAMIC | {"factor": 5.0}},
+      "for 'factor' in rope_scaling and 5.0 in rope_parameters, which must agr",
+    ),
+    (
+      {
+        "rope_scaling": {"type": "linear", "factor": 2.0},
+        "rope_parameters": {"rope_type": "default"},
+      },
+      "'linear' for 'rope_type' in rope_scaling and 'default' in",
+    ),
     ({"rope_theta": 0}, "a number above 0"),
     (
       {"rope_parameters": {"partial_rotary_factor": 0.5}},

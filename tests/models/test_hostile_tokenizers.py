@@ -114,6 +114,27 @@ def test_a_tokenizer_that_fails_for_a_text(tmp_path, kind):
     )
 
 
+def test_a_tokenizer_that_fails_for_tokens(tmp_path):
+  decoder = {"type": "Replace", "pattern": {"Regex": "(w+w+)+y"}, "content": ""}
+  # Longer and longer words, until the pattern goes back too often.
+  vocab = {"w" * 2**n: n for n in range(12)}
+  fields = {
+    "model": {"type": "WordLevel", "vocab": vocab, "unk_token": "w"},
+    "decoder": decoder,
+  }
+  tokenizer = Tokenizer.load(write(tmp_path, fields))
+  refused(
+    lambda: tokenizer.decode([11]),
+    "The tokenizer does not decode the tokens: .*; repair the tokenizer",
+  )
+
+
+@pytest.mark.parametrize("ids", [[-1], [1, 2**32]])
+def test_what_is_no_token_id_is_not_decoded(tmp_path, ids):
+  tokenizer = Tokenizer.load(write(tmp_path, {}))
+  refused(lambda: tokenizer.decode(ids), "Token ids are from 0 to 4294967295")
+
+
 @pytest.mark.parametrize(
   "token", ["", "a\nb", "\x1b[2J", "<s>" * 9999], ids=range(4)
 )

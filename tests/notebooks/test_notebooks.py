@@ -196,9 +196,17 @@ def test_all_notebooks_install_alike():
 
 
 @pytest.mark.parametrize(("gpu", "build"), [(False, "cpu"), (True, "cuda13")])
-def test_it_installs_the_package(install, gpu, build):
-  expected = ["-m", "pip", "install", "-q", f"jax[{build}]", "kvjax"]
+def test_it_installs_from_a_wheel_beside_it(install, tmp_path, gpu, build):
+  wheel = tmp_path / "kvjax-0.1.0-py3-none-any.whl"
+  wheel.touch()
+  expected = ["-m", "pip", "install", "-q", f"jax[{build}]", str(wheel)]
   assert install(gpu) == expected
+
+
+def test_it_installs_no_package_that_only_has_the_name(install):
+  """The name is not taken on the index, where anybody may register it."""
+  with pytest.raises(RuntimeError, match="put its wheel beside it"):
+    install()
 
 
 def test_it_installs_from_the_checkout_that_it_stands_in(install, monkeypatch):
@@ -209,6 +217,7 @@ def test_it_installs_from_the_checkout_that_it_stands_in(install, monkeypatch):
 def test_it_asks_for_a_restart_where_old_packages_are_loaded(
   install, monkeypatch
 ):
+  monkeypatch.chdir(NOTEBOOKS)
   monkeypatch.setattr(np, "__version__", "1.0")
   with pytest.raises(RuntimeError, match="Restart the session"):
     install()
