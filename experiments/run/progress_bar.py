@@ -2,8 +2,11 @@
 
 import contextlib
 import importlib.util
+import itertools
+import time
 from collections.abc import Callable, Iterator, Sequence
 
+import jax.monitoring
 import rich.console
 import rich.progress
 
@@ -27,16 +30,38 @@ def _stderr() -> rich.console.Console:
 _CONSOLE = _stderr()
 # A line of 80 columns also holds counts and times.
 _BAR_WIDTH = 28
+_COMPILING = "compiling"
+# JAX's name of what happens when a program is compiled, or found in a cache.
+_COMPILED = "/jax/core/compile/backend_compile_duration"
+# Seconds between lines where no bar is drawn.
+_EVERY = 60.0
+# Called with each program that is compiled.
+_on_program: list[Callable[[], None]] = []
+
+
+def _note_program(
+  event: str, duration_secs: float, **kwargs: str | int
+) -> None:
+  del duration_secs, kwargs
+  if event == _COMPILED:
+    for show in tuple(_on_program):
+      show()
+
+
+jax.monitoring.register_event_duration_secs_listener(_note_program)
 
 
 @contextlib.contextmanager
 def progress_bar(
   total: float | None,
-  doing: str = "compiling",
+  doing: str = _COMPILING,
   transient: bool = False,
   done: int = 0,
 ) -> Iterator[Advance]:
   """Shows a progress bar; yields a function that advances it.
+
+  Until the first step, it counts the programs that are compiled. Where output
+  is no terminal, a line a minute says how far the steps are.
 
   Args:
     total: number of steps, if known.
@@ -59,11 +84,45 @@ def progress_bar(
     or (transient and not _CONSOLE.is_interactive),
   ) as progress:
     bar = progress.add_task(doing, total=total, completed=done)
+    lines, programs = _Lines(progress), itertools.count(1)
 
     def advance(task: str, count: float) -> None:
       progress.update(bar, description=task, advance=count)
+      lines.show(progress.tasks[bar])
 
-    yield advance
+    def count_program() -> None:
+      if doing == _COMPILING and progress.tasks[bar].completed == done:
+        advance(f"program {next(programs)}", 0)
+
+    _on_program.append(count_program)
+    try:
+      yield advance
+    finally:
+      _on_program.remove(count_program)
+
+
+class _Lines:
+  """A line every minute where a bar is drawn at its end only."""
+
+  def __init__(self, progress: rich.progress.Progress) -> None:
+    self._progress = progress
+    self._began = time.monotonic()
+    self._next = self._began + _EVERY
+
+  def show(self, task: rich.progress.Task) -> None:
+    """Says what is done, if it is time to."""
+    silent, now = _CONSOLE.is_interactive, time.monotonic()
+    if self._progress.disable or silent or now < self._next:
+      return
+    self._next = now + _EVERY
+    total = "" if task.total is None else f" of {task.total:g}"
+    minutes = (now - self._began) / 60
+    _CONSOLE.print(
+      f"{task.description}: {task.completed:g}{total} after {minutes:.0f} min",
+      markup=False,
+      highlight=False,
+      soft_wrap=True,
+    )
 
 
 def track[Step](
