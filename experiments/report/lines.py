@@ -20,7 +20,7 @@ _MARKERS = "osD^vXp*<>h"
 _DASHES = ((), (7, 1.5), (3, 1), (5, 1, 1.5, 1), (1.5, 0.8))
 # Width in points and opacity of the bars of intervals, which may overlap.
 _BAR, _FAINT, _CAP = 1.2, 0.6, 4.5
-_GREY = "#666666"
+_GREY, _PALE = "#666666", "#D0D0D0"
 # Minimum distance of two labels in score points, at the default height.
 _LABEL_GAP = 5.4
 _LABELS = 18
@@ -47,7 +47,7 @@ class Line:
   """The points of a method, from left to right.
 
   Attributes:
-    name: label of the line.
+    name: label of the line; without one, it is faint and has no markers.
     points: its points.
     color: color of line and markers.
     marker: marker of the points.
@@ -81,19 +81,22 @@ def styled(
 
 def size(lines: Sequence[Line]) -> tuple[float, float]:
   """Computes a width and height in inches that fit all labels."""
-  longest = max(len(line.name) for line in lines)
-  return 5.4 + 0.085 * max(0, longest - _LABELS), 4.2 * _crowd(len(lines))
+  names = [line.name for line in lines if line.name]
+  longest = max(map(len, names))
+  return 5.4 + 0.085 * max(0, longest - _LABELS), 4.2 * _crowd(len(names))
 
 
 def draw(axes: Axes, lines: Sequence[Line]) -> None:
   """Draws the lines, and reference levels over the full width."""
   for line in lines:
+    x, scores = np.array([point[:2] for point in line.points]).T
+    if not line.name:
+      axes.plot(x, scores, color=_PALE, linewidth=0.8, zorder=1)
+      continue
     _draw_intervals(axes, line)
     if line.level:
-      y = line.points[-1].score
-      axes.axhline(y, color=line.color, linewidth=0.8, zorder=1)
+      axes.axhline(scores[-1], color=line.color, linewidth=0.8, zorder=1)
       continue
-    x, scores = np.array([point[:2] for point in line.points]).T
     axes.plot(
       x,
       scores,
@@ -128,7 +131,10 @@ def _draw_intervals(axes: Axes, line: Line) -> None:
 
 def draw_labels(axes: Axes, lines: Sequence[Line]) -> None:
   """Labels the lines at the right, each as close to its end as possible."""
-  lines = sorted(lines, key=lambda line: [p.score for p in line.points[::-1]])
+  lines = sorted(
+    (line for line in lines if line.name),
+    key=lambda line: [p.score for p in line.points[::-1]],
+  )
   share = axes.get_ylim()[1] / heights(100)[1]
   places = [share * at for at in spread([_end(line) / share for line in lines])]
   labeled = list(zip(places, lines, strict=True))

@@ -221,8 +221,8 @@ def merge(
     for (old, new), number in replaced.items()
   ]
   sentences += [
-    f"{folder} is left out: its run is not finished; the command that began it "
-    "goes on."
+    f"{folder} is left out: its run is unfinished; repeat the command that "
+    "started it to resume."
     for folder in unfinished
   ]
   return Leaderboard([groups[key] for key in sorted(groups)], sentences)

@@ -10,10 +10,19 @@ from matplotlib.ticker import FixedFormatter, FixedLocator, NullLocator
 
 from kvjax.experiments.report import lines, wording
 from kvjax.experiments.report.lines import Line, Point
-from kvjax.experiments.report.means import Mean, complete, means, reads_less
+from kvjax.experiments.report.means import (
+  Mean,
+  complete,
+  means,
+  ranked,
+  reads_less,
+)
 from kvjax.experiments.report.run_files import Record
 from kvjax.experiments.run.candidates import FULL
 
+# More methods than this cannot be told apart: the best keep their colors, and
+# the baseline that all must beat.
+_MOST, _BASELINE = 12, "random"
 # Minimum distance of two ticks, as a share of the axis.
 _TICKS = 0.09
 # Ends of axes of scores.
@@ -129,12 +138,29 @@ def _lines(
     own.sort(key=lambda mean: -cost(mean))
     return [Point(cost(mean), mean.score, mean.interval) for mean in own]
 
-  full = points(FULL)
+  full, named = points(FULL), _named(averages)
   drawn = [
     lines.styled(method, [*full, *points(method)], index, len(full))
-    for index, method in enumerate(_methods(averages))
+    for index, method in enumerate(named)
   ]
-  return [*drawn, *(Line("full cache", [point], level=True) for point in full)]
+  others = [
+    Line("", [*full, *points(method)])
+    for method in _methods(averages)
+    if method not in named
+  ]
+  level = [Line("full cache", [point], level=True) for point in full]
+  return [*others, *drawn, *level]
+
+
+def _named(averages: Sequence[Mean]) -> list[str]:
+  """The methods that have colors and labels."""
+  methods = _methods(averages)
+  if len(methods) <= _MOST:
+    return methods
+  best = [
+    method for method in _methods(ranked(averages)) if method != _BASELINE
+  ]
+  return [*best[: _MOST - 1], *(m for m in methods if m == _BASELINE)]
 
 
 def _methods(averages: Sequence[Mean]) -> list[str]:
@@ -188,10 +214,12 @@ def _draw_lines(
 
 
 def _explained(drawn: Sequence[Line]) -> str:
-  """Explains bars, if there are any."""
+  """Explains bars and lines without names, if there are any."""
   points = (point for line in drawn for point in line.points)
   is_known = any(point.interval is not None for point in points)
-  return "; bars are 95 % intervals" if is_known else ""
+  said = "; bars are 95 % intervals" if is_known else ""
+  others = sum(not line.name for line in drawn)
+  return f"{said};\ngrey: {others} other methods" if others else said
 
 
 def _apart(ticks: Sequence[float], gap: float) -> list[float]:

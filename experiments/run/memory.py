@@ -39,9 +39,9 @@ def rows_that_fit(
   if fitting >= batch:
     return batch
   warnings.warn(
-    f"{len(candidates)} caches of {batch} contexts take about "
-    f"{batch * row / 2**30:.1f} GiB, too much beside the rest for the "
-    f"{memory / 2**30:.1f} GiB here, so --batch={fitting} is used.",
+    f"A batch of {batch} contexts needs about {batch * row / 2**30:.1f} GiB "
+    f"for {len(candidates)} caches, too much with everything else in the "
+    f"{memory / 2**30:.1f} GiB here; using --batch={fitting}.",
     InputWarning,
     stacklevel=2,
   )

@@ -58,6 +58,23 @@ def test_twelve_methods_are_named_apart(crowd, draw):
   assert methods <= set(found)
 
 
+@pytest.mark.parametrize("count", [12, 13, 15])
+def test_of_many_methods_the_best_are_named(answer, record, count):
+  names = ["random", *(f"method_{number:02}" for number in range(count - 1))]
+  answers = [
+    answer("full"),
+    *(answer(n, score=4.0 * i) for i, n in enumerate(names)),
+  ]
+  figure = score_plots.score_vs_retention(record(answers))
+  named = [text for text in check_readable(figure) if text in names]
+  others = max(count - 12, 0)
+  assert {*named} == {"random", *names[1 + others :]}
+  (label,) = (t for t, _ in texts(figure) if t.startswith("keys and values"))
+  assert label.endswith(f"grey: {others} other methods") == (others > 0)
+  colors = [line.get_color() for line in figure.axes[0].lines]
+  assert colors.count("#D0D0D0") == others
+
+
 def test_a_long_title_has_lines_that_fit(answer, record):
   answers = [answer("full", turn=0), answer(turn=0)]
   found = record(
