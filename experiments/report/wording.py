@@ -48,7 +48,8 @@ def samples(summary: Summary) -> int:
 def data(summary: Summary) -> str:
   """Describes the sources of the texts and other facts about the samples."""
   facts = {**summary["data"], **summary.get("about", {})}
-  return "; ".join(f"{name}: {text}" for name, text in facts.items())
+  words = "; ".join(f"{name}: {text}" for name, text in facts.items())
+  return words or "no texts"
 
 
 def count(number: int, thing: str) -> str:
