@@ -275,7 +275,7 @@ def _line(entry: Entry) -> dict[str, Any]:
     **{name: summary[name] for name in _REST},
     "data": wording.data(summary),
     "device": summary["device"],
-    "versions": wording.versions(summary),
+    "versions": wording.versions(summary["versions"]),
     "run": str(entry.record.folder),
   }
 
