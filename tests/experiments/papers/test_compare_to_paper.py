@@ -50,7 +50,7 @@ def answers_of(candidates, scores, lengths=(7500,), samples=1, less=1.0):
 
 @pytest.fixture
 def cells(invented):
-  return running.cells_of(invented, "paper", invented.setup("paper"))
+  return running.cells_of(invented, "paper", invented.at("paper"))
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def found(invented):
   """At either scale, given what the first candidate scores."""
 
   def make(scale, scores, lengths=(7500,), **more):
-    cells = running.cells_of(invented, scale, invented.setup(scale))
+    cells = running.cells_of(invented, scale, invented.at(scale))
     answers = answers_of(running.chosen(cells), scores, lengths, **more)
     return compare_to_paper.compare_to_paper(invented, scale, cells, answers)
 
