@@ -180,7 +180,7 @@ def compare(
     None if there is no substitute for the paper's setup.
 
   Raises:
-    InputError: see `draw` and `runs.answer`.
+    InputError: see `draw` and `runner.answer`.
   """
   began = time.monotonic()
   planned = _plan(comparison, session, folder)

@@ -110,7 +110,7 @@ def _longbench(
   """Draws the available datasets of LongBench.
 
   Raises:
-    InputError: none is available, or see `longbench.samples`.
+    InputError: none is available, or see `reader.samples`.
   """
   path = sources.data
   assert path is not None

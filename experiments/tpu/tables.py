@@ -4,9 +4,7 @@ import itertools
 import pathlib
 from collections.abc import Mapping, Sequence
 
-import rich.box
 import rich.console
-import rich.table
 import rich.text
 
 from kvjax.experiments.report import formats, wording
@@ -60,14 +58,9 @@ def to_terminal(outcomes: Sequence[Outcome]) -> rich.console.Group:
   """Formats the main columns for a terminal of 80 columns."""
   shown: list[rich.console.RenderableType] = []
   for chip, group in _by_chip(outcomes):
-    table = rich.table.Table(box=rich.box.SIMPLE_HEAD, pad_edge=False)
-    first, *numbers = _SHORT.values()
-    table.add_column(first, overflow="fold")
-    for name in numbers:
-      table.add_column(name, justify="right", no_wrap=True)
-    for outcome in group:
-      cells = zip(_HEAD, _cells(outcome), strict=True)
-      table.add_row(*(cell for name, cell in cells if name in _SHORT))
+    cells = [dict(zip(_HEAD, _cells(each), strict=True)) for each in group]
+    lines = [[line[name] for name in _SHORT] for line in cells]
+    table = formats.Table("", list(_SHORT.values()), lines)
     shown += [rich.text.Text(f"{chip.name}: {_facts(chip)}"), table]
   shown.append(rich.text.Text(_MEANING, style="dim"))
   return rich.console.Group(*shown)

@@ -1,5 +1,6 @@
 """Metrics by name, as a run uses them."""
 
+import re
 import sys
 
 import pytest
@@ -138,3 +139,18 @@ def test_a_missing_library_is_named_before_anything_runs(monkeypatch):
     InputError, match=r"needs rapidfuzz, .*pip install 'kvjax\[data\]'"
   ):
     registry.check(["qa_f1", "code_sim"])
+
+
+@pytest.mark.parametrize(
+  ("module", "source"),
+  [
+    ("rapidfuzz.fuzz", "kvjax[data]"),
+    ("huggingface_hub", "kvjax"),
+    ("datasets", "kvjax"),
+  ],
+)
+def test_what_installs_a_missing_package_is_said(monkeypatch, module, source):
+  monkeypatch.setitem(sys.modules, module, None)
+  library.cache_clear()
+  with pytest.raises(InputError, match=rf"`pip install '{re.escape(source)}'`"):
+    library(module)
