@@ -167,7 +167,7 @@ def to_markdown(summary: Mapping[str, Any]) -> str:
     f"{summary['seed']}.\n"
     f"qcIVF and K-means of kvjax on {summary['device']}; the others by faiss "
     f"on the CPU, {summary['faiss_threads']} threads of {summary['cores']} "
-    f"cores; {wording.versions(summary)}.\n"
+    f"cores; {wording.versions(summary['versions'])}.\n"
   )
 
 

@@ -36,7 +36,6 @@ GROUPS = {
   ),
 }
 PROGRAMS = tuple(name for names in GROUPS.values() for name in names)
-_WRONG_INPUT = 2
 
 
 def main() -> None:
@@ -64,7 +63,7 @@ def _start() -> None:
       "lists them.",
       file=sys.stderr,
     )
-    sys.exit(_WRONG_INPUT)
+    sys.exit(exits.WRONG_INPUT)
 
 
 def listing() -> str:

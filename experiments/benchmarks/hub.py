@@ -4,13 +4,13 @@ import functools
 import os
 import pathlib
 import re
+from typing import Literal
 
 from kvjax.errors import InputError
 from kvjax.experiments.benchmarks.row_files import SUFFIXES
 from kvjax.experiments.metrics.libraries import library
 
 _NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
-_FOLDER = "datasets--"
 
 
 def resolve(name: str, only: str = "*") -> pathlib.Path:
@@ -36,11 +36,22 @@ def resolve(name: str, only: str = "*") -> pathlib.Path:
 
 def name_of(path: pathlib.Path) -> str | None:
   """Returns the name and revision of a dataset in the hub's cache, or None."""
-  cache_folder = path.parent.parent.name
-  if path.parent.name != "snapshots" or not cache_folder.startswith(_FOLDER):
+  name = cached_name(path, "datasets")
+  return name and f"{name} (revision {path.name[:12]})"
+
+
+def cached_name(
+  path: pathlib.Path, kind: Literal["datasets", "models"]
+) -> str | None:
+  """Returns the name of what a folder of the hub's cache holds, or None.
+
+  Such a folder is `KIND--ORG--NAME/snapshots/COMMIT`, or without an
+  organization; a name may have "--" itself.
+  """
+  prefix, folder = f"{kind}--", path.parent.parent.name
+  if path.parent.name != "snapshots" or not folder.startswith(prefix):
     return None
-  name = cache_folder.removeprefix(_FOLDER).replace("--", "/")
-  return f"{name} (revision {path.name[:12]})"
+  return folder.removeprefix(prefix).replace("--", "/", 1)
 
 
 @functools.cache

@@ -1,6 +1,5 @@
 """Says what a calibration costs before it starts."""
 
-import collections
 import sys
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -52,10 +51,13 @@ def foresee(lm: Pretrained, works: Sequence[Work]) -> Foreseen:
   if batches:
     work = next(work for work in works if work.batches)
     sizes = [shape.rows * shape.context for shape, _ in batches]
+
+    def measure() -> None:
+      for _ in measure_batch(lm, work.candidates, *work.batches[0]):
+        pass
+
     pace = Pace.measure(
-      lambda: collections.deque(
-        measure_batch(lm, work.candidates, *work.batches[0]), maxlen=0
-      ).clear(),
+      measure,
       len(work.batches[0][1]),
       share=sum(sizes) / sizes[0],
       shapes=len({shape for shape, _ in batches}),

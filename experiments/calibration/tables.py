@@ -40,7 +40,7 @@ def circumstances(summary: Mapping[str, Any]) -> str:
   """Describes seed, heads, device and versions."""
   return (
     f"Seed {summary['seed']}, per {summary['heads']}, {summary['dtype']} on "
-    f"{summary['device']}; {wording.versions(summary)}."
+    f"{summary['device']}; {wording.versions(summary['versions'])}."
   )
 
 

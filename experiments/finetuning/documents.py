@@ -53,7 +53,7 @@ def read_longbench(
   """Reads the contexts of datasets of LongBench.
 
   Args:
-    path: a file or folder; see `longbench_files.find`.
+    path: a file or folder; see `finder.find`.
     names: datasets; those that are missing are left out.
     count: contexts per dataset, if not all.
 

@@ -76,7 +76,7 @@ def summed_nll(
   return jnp.sum(jnp.where(foretold > 0, means, 0.0) * foretold)
 
 
-measure = functools.partial(jax.jit, static_argnames="model")(summed_nll)
+measure = jax.jit(summed_nll, static_argnames="model")
 
 
 @functools.partial(

@@ -30,7 +30,7 @@ def texts() -> generator.Texts:
   """Reads the texts of needles that the flags name, once.
 
   Raises:
-    InputError: --words names a file, or see `ruler.Texts.read`.
+    InputError: --words names a file, or see `generator.Texts.read`.
   """
   if WORDS.value not in (None, word_lists.PACKAGE):
     raise InputError(

@@ -15,6 +15,7 @@ from absl import flags, logging
 from kvjax import hosts, kernels, models
 from kvjax.cache.sharding import parse_mesh, split_mesh
 from kvjax.errors import InputError, InputWarning
+from kvjax.experiments.benchmarks import hub
 from kvjax.experiments.run import multihost, results, tuned_tables
 from kvjax.kernels.mesh_axes import CONTEXT
 from kvjax.models import catalog
@@ -24,7 +25,6 @@ from kvjax.models.sources import find
 DEFAULT = "smollm2-135m-instruct"
 REFERENCE = catalog.REFERENCE
 
-_HUB = "models--"
 _NUMBER = re.compile("[1-9][0-9]{0,8}")
 
 MODEL = flags.DEFINE_string(
@@ -273,8 +273,4 @@ def model_name() -> str:
   directory = model_directory()
   if directory == catalog.BUNDLED:
     return "kvjax-ref"
-  # In the Hugging Face hub's cache: models--ORG--NAME/snapshots/COMMIT.
-  hub = directory.parent.parent.name
-  if directory.parent.name == "snapshots" and hub.startswith(_HUB):
-    return hub.removeprefix(_HUB).replace("--", "/")
-  return directory.name
+  return hub.cached_name(directory, "models") or directory.name

@@ -32,7 +32,7 @@ def texts() -> generator.Texts:
   """Reads the texts that the flags name, once.
 
   Raises:
-    InputError: see `ruler.Texts.read`.
+    InputError: see `generator.Texts.read`.
   """
   squad, hotpotqa = map(_questions, (_SQUAD, _HOTPOTQA))
   return generator.Texts.read(

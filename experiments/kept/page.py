@@ -94,7 +94,7 @@ def of_text(
       else f"{QUERY_AWARE}: the question is prefilled with the text"
     ),
     "Device": environment.device(),
-    "Versions": ", ".join(map(" ".join, environment.versions().items())),
+    "Versions": wording.versions(environment.versions()),
   }
   return Page(
     page.render(

@@ -7,6 +7,9 @@ import warnings
 
 from kvjax.errors import InputError
 
+# Modules of the packages that kvjax itself requires.
+_REQUIRED = ("datasets", "huggingface_hub")
+
 
 @functools.cache
 def library(name: str) -> types.ModuleType:
@@ -24,7 +27,9 @@ def library(name: str) -> types.ModuleType:
       warnings.simplefilter("ignore")
       return importlib.import_module(name)
   except ImportError as error:
+    package = name.split(".")[0]
+    source = "kvjax" if package in _REQUIRED else "kvjax[data]"
     raise InputError(
-      f"This benchmark needs {name.split('.')[0]}, which is not installed: "
-      "`pip install 'kvjax[data]'` installs it."
+      f"This benchmark needs {package}, which is not installed: "
+      f"`pip install '{source}'` installs it."
     ) from error

@@ -8,7 +8,7 @@ from kvjax.models.tokenizer import Tokenizer
 
 
 def exact(prediction: str, key: str) -> float:
-  """Returns 1 if the normalize prediction contains the key, else 0."""
+  """Returns 1 if the normalized prediction contains the key, else 0."""
   return float(normalize(key) in normalize(prediction))
 
 

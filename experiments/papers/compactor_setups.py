@@ -1,10 +1,11 @@
 """The setups of Compactor's comparisons."""
 
-from kvjax.experiments.benchmarks.ruler.generator import TASKS as RULER
 from kvjax.experiments.papers import printed
 from kvjax.experiments.papers.data_model import Average, Comparison, Setup
 from kvjax.experiments.papers.shared import (
   ENGLISH_16,
+  LIMIT_32K,
+  MEAN_13,
   NEEDLES,
   budgets,
   code_scores,
@@ -18,12 +19,9 @@ from kvjax.experiments.papers.shared import (
 from kvjax.experiments.run.prompting import QUERY_AGNOSTIC
 from kvjax.options.budgets import Retention
 
-_LIMIT = 31500
-
 _COLUMNS = budgets(
   {f"{share} %": Retention(share / 100) for share in (75, 50, 25, 10, 5)}
 )
-_MEAN_13 = plain("mean of 13", RULER)
 _NIAH = plain("NIAH", NEEDLES)
 _QA = plain("QA", ("qa_1", "qa_2"))
 _SAME = "Retentions are the paper's; prompts are a quarter as long."
@@ -48,7 +46,7 @@ E3_1 = Comparison(
     | _OTHERS
   ),
   _COLUMNS,
-  (_MEAN_13,),
+  (MEAN_13,),
   printed.read("E3.1"),
   scaling=_SAME,
 )
@@ -79,7 +77,7 @@ _MEAN_14 = Average("mean of 14", (_FOURTEEN,))
 
 E3_3 = Comparison(
   "LongBench",
-  longbench(ENGLISH_16, _LIMIT),
+  longbench(ENGLISH_16, LIMIT_32K),
   four_needles(),
   QUERY_AGNOSTIC,
   # Without H2O, which did not fit into the paper's memory.
@@ -125,7 +123,7 @@ E3_4 = Comparison(
     }
   ),
   _COLUMNS,
-  (_MEAN_13,),
+  (MEAN_13,),
   printed.read("E3.4"),
   scaling=f"{_SAME} Sketches have 16 columns in place of 64, half a head's "
   "dimensions.",

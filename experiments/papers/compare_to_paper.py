@@ -167,8 +167,8 @@ def orders(compared: PaperComparison) -> list[str]:
     ]
   if undecided:
     lines.append(
-      f"At {', '.join(undecided)} no method differs from the next by more than "
-      "chance: these samples show no order."
+      f"At {', '.join(undecided)} no method differs from the next in rank by "
+      "more than chance; others are not compared."
     )
   return lines
 

@@ -34,8 +34,19 @@ class Place(NamedTuple):
   turn: int | None = None
 
 
+class _Scaled[Paper, Small]:
+  """Something that has a version for each scale."""
+
+  paper: Paper
+  small: Small
+
+  def at(self, scale: Scale) -> Paper | Small:
+    """Returns the version for a scale."""
+    return self.paper if scale == "paper" else self.small
+
+
 @dataclasses.dataclass(frozen=True)
-class Line:
+class Line(_Scaled[Way, Way | None]):
   """A method of a table.
 
   Attributes:
@@ -48,22 +59,14 @@ class Line:
   paper: Way
   small: Way | None
 
-  def at(self, scale: Scale) -> Way | None:
-    """Returns the version for a scale."""
-    return self.paper if scale == "paper" else self.small
-
 
 @dataclasses.dataclass(frozen=True)
-class Column:
+class Column(_Scaled[Place, Place | None]):
   """A budget, a length or a turn of a table; attributes as those of `Line`."""
 
   name: str
   paper: Place
   small: Place | None
-
-  def at(self, scale: Scale) -> Place | None:
-    """Returns the version for a scale."""
-    return self.paper if scale == "paper" else self.small
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,7 +172,7 @@ class Size(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Comparison:
+class Comparison(_Scaled[Setup, Setup | None]):
   """A comparison of methods on a benchmark, with the paper's numbers.
 
   Attributes:
@@ -201,13 +204,9 @@ class Comparison:
   scaling: str = ""
   size: Size | None = None
 
-  def setup(self, scale: Scale) -> Setup | None:
-    """Returns the version for a scale."""
-    return self.paper if scale == "paper" else self.small
-
 
 @dataclasses.dataclass(frozen=True)
-class Analysis:
+class Analysis(_Scaled[Setup, Setup]):
   """A measurement that no benchmark covers.
 
   Attributes:
@@ -224,10 +223,6 @@ class Analysis:
   paper: Setup
   small: Setup
   model: bool = True
-
-  def setup(self, scale: Scale) -> Setup:
-    """Returns the setup for a scale."""
-    return self.paper if scale == "paper" else self.small
 
 
 @dataclasses.dataclass(frozen=True)

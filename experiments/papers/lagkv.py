@@ -1,7 +1,6 @@
 """The experiments of LagKV (Liang et al., arXiv 2504.04704)."""
 
 from kvjax.experiments.benchmarks.longbench.sets import Category
-from kvjax.experiments.benchmarks.ruler.generator import TASKS as RULER
 from kvjax.experiments.papers import printed
 from kvjax.experiments.papers.data_model import (
   Comparison,
@@ -13,6 +12,8 @@ from kvjax.experiments.papers.data_model import (
 )
 from kvjax.experiments.papers.shared import (
   ENGLISH_16,
+  LIMIT_32K,
+  MEAN_13,
   NEEDLES,
   budgets,
   code_scores,
@@ -29,7 +30,6 @@ from kvjax.methods.lagkv import LagKV
 from kvjax.options.budgets import Retention
 from kvjax.options.schedules import Schedule
 
-_LIMIT = 31500
 # Compression continues while decoding.
 _RECURSIVE = Schedule(every=1)
 
@@ -58,7 +58,7 @@ _E5_1 = Comparison(
     }
   ),
   _REMOVED,
-  (plain("mean of 13", RULER),),
+  (MEAN_13,),
   printed.read("E5.1"),
   scaling="Retentions are the paper's; LagKV's lag is 16 in place of 128, an "
   "eighth, as prompts are. What SnapKV always keeps, 64 tokens, is not scaled.",
@@ -87,7 +87,7 @@ _CATEGORIES: tuple[Category, ...] = (
 
 _E5_2 = Comparison(
   "LongBench",
-  longbench(_FIFTEEN, _LIMIT, _RECURSIVE),
+  longbench(_FIFTEEN, LIMIT_32K, _RECURSIVE),
   four_needles(),
   QUERY_AWARE,
   lines({"Full": "full", **_LAGS}),

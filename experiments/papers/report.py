@@ -271,7 +271,7 @@ def _analysis(
     report.picture(name)
   settings = session.settings
   device = environment.device(session.devices)
-  versions = wording.versions({"versions": environment.versions()})
+  versions = wording.versions(environment.versions())
   how = f"Seed {settings.seed}, {settings.dtype} on {device}; {versions}."
   for note in [*findings.notes, how]:
     report.say(note)

@@ -20,7 +20,7 @@ from kvjax.experiments.papers.data_model import (
   Targets,
 )
 from kvjax.experiments.papers.registry import EXPERIMENTS, PAPERS
-from kvjax.experiments.report import page_parts
+from kvjax.experiments.report import page_parts, wording
 
 PAGE = pathlib.Path("docs", "reproducing.md")
 _PART = "experiments"
@@ -166,7 +166,8 @@ def _numbers(targets: Targets, line: str, columns: list[str], what: str) -> str:
   doubt = "?" if line in targets.doubts else ""
   # The full cache has one number for all budgets.
   same = len({*found}) == 1
-  cells = ["–" if n is None else f"{n:g}" for n in found[: 1 if same else None]]
+  shown = found[: 1 if same else None]
+  cells = [wording.NOTHING if n is None else f"{n:g}" for n in shown]
   return f"{' / '.join(cells)}{doubt}"
 
 

@@ -128,7 +128,7 @@ def check(
   Raises:
     InputError: the part lacks a task, or it compares lengths and has one.
   """
-  setup = part.setup(scale)
+  setup = part.at(scale)
   if setup is None:
     return
   if tasks is not None and setup.tasks:
@@ -151,7 +151,7 @@ def setup_of(part: Comparison | Analysis, session: Session) -> Setup | None:
   """
   scale = scale_here(part, session)
   check(part, scale, session.tasks, session.length)
-  setup = part.setup(scale)
+  setup = part.at(scale)
   if setup is None:
     return None
   if session.samples is not None:
@@ -180,7 +180,7 @@ def compare(
     None if there is no substitute for the paper's setup.
 
   Raises:
-    InputError: see `draw` and `runs.answer`.
+    InputError: see `draw` and `runner.answer`.
   """
   began = time.monotonic()
   planned = _plan(comparison, session, folder)

@@ -10,7 +10,7 @@ from kvjax.experiments.benchmarks.longbench import finder, reader, sets
 from kvjax.experiments.benchmarks.multiturn.definition import HISTORY
 from kvjax.experiments.benchmarks.options import ALWAYS, CHAT, DEPTHS, OFFICIAL
 from kvjax.experiments.benchmarks.registry import BENCHMARKS
-from kvjax.experiments.benchmarks.ruler import generator, published
+from kvjax.experiments.benchmarks.ruler import generator
 from kvjax.experiments.inputs import run_inputs
 from kvjax.experiments.papers.data_model import Setup
 from kvjax.experiments.papers.findings import Scale
@@ -86,24 +86,22 @@ def _draw(
   seed: int,
   protocol: Protocol,
 ) -> Drawn:
-  match setup.benchmark:
-    case "longbench":
-      return _longbench(setup, lm, sources, protocol)
-    case "ruler":
-      return _ruler(setup, lm, sources, seed)
-    case name:
-      request = Request(
-        seed,
-        lengths=setup.lengths,
-        samples=setup.samples,
-        texts=lambda: sources.texts,
-        options={
-          DEPTHS.name: setup.depths,
-          CHAT.name: OFFICIAL if scale == "paper" else ALWAYS,
-          HISTORY.name: "conversation",
-        },
-      )
-      return BENCHMARKS[name].draw(lm, request)
+  if setup.benchmark == "longbench":
+    return _longbench(setup, lm, sources, protocol)
+  request = Request(
+    seed,
+    tasks=setup.tasks,
+    lengths=setup.lengths,
+    samples=setup.samples,
+    data=None if sources.data is None else str(sources.data),
+    texts=lambda: sources.texts,
+    options={
+      DEPTHS.name: setup.depths,
+      CHAT.name: OFFICIAL if scale == "paper" else ALWAYS,
+      HISTORY.name: "conversation",
+    },
+  )
+  return BENCHMARKS[setup.benchmark].draw(lm, request)
 
 
 def _longbench(
@@ -112,7 +110,7 @@ def _longbench(
   """Draws the available datasets of LongBench.
 
   Raises:
-    InputError: none is available, or see `longbench.samples`.
+    InputError: none is available, or see `reader.samples`.
   """
   path = sources.data
   assert path is not None
@@ -134,21 +132,3 @@ def _longbench(
     data["start of the answer"] = "in the user's turn"
     drawn = reader.officially_ordered(drawn)
   return Drawn(drawn, data, notes, about)
-
-
-def _ruler(setup: Setup, lm: Pretrained, sources: Sources, seed: int) -> Drawn:
-  if sources.data is not None:
-    drawn = published.load(
-      sources.data, list(setup.tasks), list(setup.lengths), setup.samples
-    )
-    return Drawn(drawn, {"files": data_name(sources.data)})
-  choice = generator.choose(setup.tasks, sources.texts)
-  drawn = generator.samples(
-    choice.tasks,
-    setup.lengths,
-    setup.samples or 0,
-    seed,
-    lm.text.count,
-    sources.texts,
-  )
-  return Drawn(drawn, choice.data, choice.notes)

@@ -21,6 +21,9 @@ from kvjax.options.schedules import WHOLE, Schedule
 ALL_21 = tuple(SETS)
 ENGLISH_16 = tuple(s for s in SETS if SETS[s].language == "English")
 
+# The maximum tokens of LongBench's prompts, for models of 32K.
+LIMIT_32K = 31500
+
 # The tasks of RULER that the bundled model can answer.
 NEEDLES = tuple(niah.TASKS)
 # Needle tasks in prose, the substitute for LongBench.
@@ -65,6 +68,10 @@ def ruler(
 ) -> Setup:
   """Defines RULER as in a paper, by default with all tasks."""
   return Setup("ruler", tasks, lengths, samples)
+
+
+# Most papers' mean over RULER.
+MEAN_13 = plain("mean of 13", TASKS)
 
 
 def prose(length: int, samples: int) -> Setup:

@@ -7,20 +7,17 @@ from kvjax.experiments.planning.bounds import Bound, step_bound
 from kvjax.experiments.planning.compiling import Needs, Planned, Sent
 from kvjax.experiments.planning.searching import Found
 from kvjax.experiments.planning.slices import KINDS, PAGE, Slice
-from kvjax.experiments.report import formats
+from kvjax.experiments.report import formats, wording
+from kvjax.experiments.report.wording import NOTHING, mib
 from kvjax.experiments.tpu.engine_programs import Use
-
-_MIB = 2**20
-_NONE = "–"
 
 
 def describe(use: Use) -> str:
   """Says in words what is planned."""
-  contexts = "1 context" if use.rows == 1 else f"{use.rows} contexts"
   plan = use.plan
   parts = [
     use.model.name,
-    f"{contexts} of {use.tokens:,} tokens",
+    f"{wording.count(use.rows, 'context')} of {use.tokens:,} tokens",
     f"{use.name} at {plan.budget}",
   ]
   if not plan.schedule.is_whole_prompt:
@@ -37,7 +34,7 @@ def facts(planned: Planned, slice_: Slice) -> str:
   return (
     f"{slice_.name}: {slice_.chips} chips ({chip.topology}), mesh {axes}, "
     f"batch {planned.use.rows}, "
-    f"{_mib(chip.hbm_bytes)} MiB of HBM each"
+    f"{mib(chip.hbm_bytes)} MiB of HBM each"
   )
 
 
@@ -48,16 +45,16 @@ def to_markdown(
   both = (planned.prefill, planned.decode)
   taken = planned.sizes
   rows: list[tuple[str, Sequence[str]]] = [
-    ("weights", _twice(_mib(taken.weights))),
-    ("cache", _twice(_mib(taken.cache))),
-    ("temporaries", [_mib(needs.temporary) for needs in both]),
-    ("together", [_mib(planned.hbm(needs)) for needs in both]),
+    ("weights", _twice(mib(taken.weights))),
+    ("cache", _twice(mib(taken.cache))),
+    ("temporaries", [mib(needs.temporary) for needs in both]),
+    ("together", [mib(planned.hbm(needs)) for needs in both]),
     ("% of HBM", [_share(planned, needs) for needs in both]),
-    ("copies", _twice(_mib(taken.copies))),
-    ("host", _twice(_mib(taken.host) if taken.host else _NONE)),
+    ("copies", _twice(mib(taken.copies))),
+    ("host", _twice(mib(taken.host) if taken.host else NOTHING)),
     ("largest batch", (batches and [f"{most:,}" for most in batches]) or []),
     ("collectives", [_sent(needs.sent) for needs in both]),
-    ("at least", [_NONE, _bound(step_bound(planned, slice_))]),
+    ("at least", [NOTHING, _bound(step_bound(planned, slice_))]),
   ]
   lines = [(name, *cells) for name, cells in rows if cells]
   return formats.grid(("", "prefill", "decoding"), lines).rstrip()
@@ -116,10 +113,10 @@ def _seconds(seconds: float) -> str:
 
 def _sent(sent: Mapping[str, Sent]) -> str:
   parts = [
-    f"{each.times:,} {opcode} of {_mib(each.nbytes)}"
+    f"{each.times:,} {opcode} of {mib(each.nbytes)}"
     for opcode, each in sorted(sent.items())
   ]
-  return ", ".join(parts) or _NONE
+  return ", ".join(parts) or NOTHING
 
 
 def _share(planned: Planned, needs: Needs) -> str:
@@ -128,8 +125,3 @@ def _share(planned: Planned, needs: Needs) -> str:
 
 def _twice(text: str) -> list[str]:
   return [text, text]
-
-
-def _mib(size: int) -> str:
-  mib = size / _MIB
-  return f"{mib:,.0f}" if mib >= 100 else f"{mib:.1f}"

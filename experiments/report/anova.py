@@ -1,4 +1,4 @@
-"""Analysis of variance of repeated runs."""
+"""Whether scores of repeated runs differ, or are equal up to a margin."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 from kvjax.errors import InputError
 from kvjax.experiments.report import wording
-from kvjax.experiments.report.equivalence import equivalence
 from kvjax.experiments.report.formats import Table
 from kvjax.experiments.report.means import Name, means
 from kvjax.experiments.report.run_files import Record
@@ -44,7 +43,7 @@ def compare(scores: Mapping[Name, Sequence[float]], margin: float) -> Table:
   Args:
     scores: score of each method and budget in each trial.
     margin: difference from the full cache that counts as none; see
-      `kvjax.experiments.report.equivalence.equivalence`.
+      `equivalence`.
   """
   full = next((x for name, x in scores.items() if name[0] == FULL), None)
   lines = []
@@ -84,6 +83,38 @@ def anova(groups: Sequence[Sequence[float]]) -> Anova:
 
   found = stats.f_oneway(*groups)
   return Anova(float(found.statistic), float(found.pvalue))
+
+
+def equivalence(
+  scores: Sequence[float], others: Sequence[float], margin: float
+) -> float:
+  """Tests whether the mean difference of paired scores is within a margin.
+
+  These are two one-sided paired t-tests (TOST; Schuirmann, 1987), of a
+  difference of at most -margin and of at least margin. A small p-value shows
+  equality up to the margin, whereas a large one of an analysis of variance does
+  not. If all differences are the same, it is 0 or 1.
+
+  Args:
+    scores: score of each trial.
+    others: scores of the same trials.
+    margin: greatest difference that counts as equal, above 0.
+
+  Returns:
+    The larger p-value of the two tests.
+  """
+  differences = [a - b for a, b in zip(scores, others, strict=True)]
+  mean = statistics.fmean(differences)
+  # Rounding leaves a deviation where there is none.
+  if statistics.pstdev(differences) < 1e-9 * max(abs(mean), margin):
+    return float(abs(mean) >= margin)
+  from scipy import stats  # Takes as long to import as all of this program.
+
+  tests = [
+    stats.ttest_1samp(differences, -margin, alternative="greater"),
+    stats.ttest_1samp(differences, margin, alternative="less"),
+  ]
+  return max(float(test.pvalue) for test in tests)
 
 
 def _formatted(found: Anova) -> list[str]:

@@ -31,7 +31,7 @@ def show(
     peers: versions of other libraries that were measured.
   """
   versions = {**environment.versions(), **(peers or {})}
-  about = f"{about}; {wording.versions({'versions': versions})}."
+  about = f"{about}; {wording.versions(versions)}."
   outputs.write_text(folder / "table.md", markdown(table, about, code))
   console = rich.console.Console(highlight=False)
   console.print(table, about, markup=False)

@@ -12,22 +12,16 @@ from kvjax.experiments.calibration.record_files import AUTO
 from kvjax.experiments.run.candidates import FULL
 from kvjax.experiments.run.intervals import interval
 from kvjax.experiments.run.results import Answer
-from kvjax.experiments.run.summaries import PASS
+from kvjax.experiments.run.summaries import MEANS, OPTIONAL_MEANS, PASS
 
 Row = Mapping[str, Any]
 Summary = Mapping[str, Any]
 # Method and budget, which the rows of a table line share.
 Name = tuple[str, str]
 
-COUNTS = (
-  *("context_tokens", "kept_tokens", "read_tokens", "cache_bytes"),
-  "host_bytes",
-)
+COUNTS = tuple(MEANS)
 # Fields that not all rows have.
-OPTIONAL = (
-  *("global_tokens", "answer_tokens", "decoding_bytes"),
-  *("prefill_seconds", "token_seconds"),
-)
+OPTIONAL = (*OPTIONAL_MEANS, "prefill_seconds", "token_seconds")
 # As `kvjax.Threshold` writes itself.
 _THRESHOLD = "threshold "
 _NUMBER = re.compile(

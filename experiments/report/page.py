@@ -67,7 +67,7 @@ def facts(summary: Summary) -> dict[str, str]:
     "Data": wording.data(summary),
     "Decoding": summary["decoding"],
     "Device": f"{summary['device']}, {summary['dtype']}",
-    "Versions": wording.versions(summary),
+    "Versions": wording.versions(summary["versions"]),
     "Seconds": ", ".join(f"{name} {value:.0f}" for name, value in seconds),
   }
 

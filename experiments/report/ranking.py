@@ -25,7 +25,7 @@ from kvjax.experiments.report.means import (
   means,
   ranked,
 )
-from kvjax.experiments.report.rows import settings_of
+from kvjax.experiments.report.rows import SETTINGS, settings_of
 from kvjax.experiments.report.run_files import SUMMARY, Record
 from kvjax.experiments.report.tables import grid, overview, parts
 
@@ -34,7 +34,11 @@ _Key = tuple[str, str, str]
 # Benchmark, model, lengths, and all other settings.
 _Identity = tuple[str, str, tuple[int, ...], str]
 _ASKED = ("task", "depth", "turn")
-_REST = ("weights", "dtype", "seed", "python", "decoding")
+# The settings that stand first in lines of the CSV file, and those after them.
+_MAIN = ("model", "protocol", "schedule", "heads", "kv_dtype")
+_REST = tuple(
+  name for name in SETTINGS if name not in ("benchmark", "data", *_MAIN)
+)
 
 
 class Entry(NamedTuple):
@@ -247,10 +251,7 @@ def _line(entry: Entry) -> dict[str, Any]:
   return {
     "dataset": summary["benchmark"],
     "length": wording.lengths(summary),
-    **{
-      name: summary[name]
-      for name in ("model", "protocol", "schedule", "heads", "kv_dtype")
-    },
+    **{name: summary[name] for name in _MAIN},
     **{name: getattr(mean, name) for name in ("method", "options", "budget")},
     "retention": round(mean.retention, 4),
     "compression_ratio": round(mean.removed, 4),
@@ -274,7 +275,7 @@ def _line(entry: Entry) -> dict[str, Any]:
     **{name: summary[name] for name in _REST},
     "data": wording.data(summary),
     "device": summary["device"],
-    "versions": wording.versions(summary),
+    "versions": wording.versions(summary["versions"]),
     "run": str(entry.record.folder),
   }
 

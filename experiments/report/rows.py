@@ -1,6 +1,7 @@
 """The rows of a run with all identifying settings, for other programs."""
 
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 from kvjax.experiments.report import wording
@@ -14,11 +15,14 @@ from kvjax.experiments.report.means import (
 )
 from kvjax.experiments.report.run_files import Record
 from kvjax.experiments.run.candidates import FULL
+from kvjax.experiments.run.results import Settings
 
+_ENDS = ("benchmark", "data")
 # Fields of a summary that comparable rows share.
 SETTINGS = (
-  *("benchmark", "model", "weights", "dtype", "seed", "python", "protocol"),
-  *("schedule", "heads", "kv_dtype", "data", "decoding"),
+  _ENDS[0],
+  *(each.name for each in fields(Settings) if each.name not in _ENDS),
+  *(_ENDS[1], "decoding"),
 )
 _PLACE = ("task", "length", "depth", "turn")
 

@@ -3,13 +3,13 @@
 import operator
 import pathlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_type_hints
 
 from kvjax import files
 from kvjax.errors import InputError
 from kvjax.experiments.report.means import Row, Summary, means, ranked
 from kvjax.experiments.run import typed_records
-from kvjax.experiments.run.results import Answer
+from kvjax.experiments.run.results import Answer, Settings
 from kvjax.models.json_files import read_text
 
 SUMMARY = "summary.json"
@@ -17,12 +17,9 @@ SAMPLES = "samples.jsonl"
 
 _Kinds = Mapping[str, Any]
 _SETTINGS: _Kinds = {
-  **dict.fromkeys(
-    ("benchmark", "model", "weights", "dtype", "python", "protocol"), str
-  ),
-  **dict.fromkeys(("schedule", "heads", "kv_dtype", "decoding", "device"), str),
-  "seed": int,
-  **dict.fromkeys(("data", "versions"), dict[str, str]),
+  **get_type_hints(Settings),
+  **dict.fromkeys(("decoding", "device"), str),
+  "versions": dict[str, str],
   "seconds": dict[str, float],
   "rows": list[Any],
 }

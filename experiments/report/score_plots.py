@@ -71,10 +71,11 @@ def means_vs_retention(
 def score_vs_bytes(record: Record) -> Figure:
   """Plots the mean score over the tasks; cache bytes decrease to the right.
 
-  All allocated bytes count, including those in host memory.
+  All allocated bytes count, including those in host memory. Methods with fewer
+  tasks than others are left out.
   """
   summary = record.summary
-  averages = means(summary["rows"], record.answers)
+  averages = complete(means(summary["rows"], record.answers))
   sizes = [mean.cache_bytes for mean in averages]
   unit, size = wording.unit(sizes)
   low, high = (math.log2(bound) for bound in (min(sizes), max(sizes)))

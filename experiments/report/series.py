@@ -120,7 +120,10 @@ def _kept(row: Row) -> float:
 
 
 def _across(record: Record, field: str, title: str, value: _Value) -> Table:
-  """Builds a table with a column per value of a field, and their plain mean."""
+  """Builds a table with a column per value of a field, and their plain mean.
+
+  A line that lacks a column has no mean.
+  """
   columns = sorted(record.values(field))
   cells: dict[Name, dict[object, float]] = {}
   for column in columns:
@@ -129,13 +132,12 @@ def _across(record: Record, field: str, title: str, value: _Value) -> Table:
       cells.setdefault(name, {})[column] = mean_of(rows, value)
   # Turns count from 0, their names from 1.
   header = [str(column + (field == "turn")) for column in columns]
-  lines = {
-    name: [
-      *(number(by_column.get(column)) for column in columns),
-      number(statistics.fmean(by_column.values())),
-    ]
-    for name, by_column in cells.items()
-  }
+  lines = {}
+  for name, by_column in cells.items():
+    is_whole = len(by_column) == len(columns)
+    mean = statistics.fmean(by_column.values()) if is_whole else None
+    values = [*map(by_column.get, columns), mean]
+    lines[name] = [number(each) for each in values]
   return _table(title, [*header, "mean"], lines)
 
 

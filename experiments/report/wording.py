@@ -1,6 +1,6 @@
 """Describes numbers and settings in words, for tables, plots and pages."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from kvjax.experiments.benchmarks.registry import presentation
 from kvjax.experiments.report.means import Mean, Summary, means, ranked
@@ -48,7 +48,8 @@ def samples(summary: Summary) -> int:
 def data(summary: Summary) -> str:
   """Describes the sources of the texts and other facts about the samples."""
   facts = {**summary["data"], **summary.get("about", {})}
-  return "; ".join(f"{name}: {text}" for name, text in facts.items())
+  words = "; ".join(f"{name}: {text}" for name, text in facts.items())
+  return words or "no texts"
 
 
 def count(number: int, thing: str) -> str:
@@ -60,14 +61,13 @@ def circumstances(summary: Summary) -> str:
   """Describes seed, decoding, device and versions."""
   return (
     f"Seed {summary['seed']}, {summary['decoding']}, {summary['dtype']} on "
-    f"{summary['device']}; {versions(summary)}."
+    f"{summary['device']}; {versions(summary['versions'])}."
   )
 
 
-def versions(summary: Summary) -> str:
+def versions(of: Mapping[str, str]) -> str:
   """Lists the versions of Python and packages: `python 3.12.1, jax 0.12.0`."""
-  items = summary["versions"].items()
-  return ", ".join(f"{name} {version}" for name, version in items)
+  return ", ".join(f"{name} {version}" for name, version in of.items())
 
 
 def averaged(tasks: Sequence[str], every: bool = False) -> str:
@@ -172,6 +172,12 @@ def scored(summary: Summary) -> str:
 def score_axis(summary: Summary) -> str:
   """Returns the axis label of the main score."""
   return f"{scored(summary)}, mean over tasks (%)"
+
+
+def mib(size: float) -> str:
+  """Formats bytes as MiB without the unit: `1,234` or `56.7`."""
+  number = size / 2**20
+  return f"{number:,.0f}" if number >= 100 else f"{number:.1f}"
 
 
 def unit(sizes: Iterable[float]) -> tuple[str, float]:

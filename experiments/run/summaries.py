@@ -10,14 +10,16 @@ from kvjax.experiments.run.candidates import FULL
 from kvjax.experiments.run.intervals import interval
 from kvjax.experiments.run.results import Answer, Part
 
-_MEANS = {
+# The digits of fields that are averaged over answers; of those in the second,
+# older answers may lack some.
+MEANS = {
   "context_tokens": 2,
   "kept_tokens": 2,
   "read_tokens": 2,
   "cache_bytes": 0,
   "host_bytes": 0,
 }
-_OPTIONAL_MEANS = {"global_tokens": 2, "answer_tokens": 2, "decoding_bytes": 0}
+OPTIONAL_MEANS = {"global_tokens": 2, "answer_tokens": 2, "decoding_bytes": 0}
 # Starts the names of scores that count the best of k answers.
 PASS = "pass@"
 # The score of a right answer.
@@ -98,7 +100,7 @@ def _row(group: Sequence[Answer]) -> dict[str, Any]:
   # Of all answers or none, but for records of older versions.
   known = {
     name: mean(name, digits)
-    for name, digits in _OPTIONAL_MEANS.items()
+    for name, digits in OPTIONAL_MEANS.items()
     if all(getattr(answer, name) is not None for answer in group)
   }
   shared = [n for n in first.scores if all(n in a.scores for a in group)]
@@ -116,7 +118,7 @@ def _row(group: Sequence[Answer]) -> dict[str, Any]:
     "interval": [round(bound, 2) for bound in interval(group)],
     "scores": scores | _passed(group),
     "samples": len(group),
-    **{name: mean(name, digits) for name, digits in _MEANS.items()},
+    **{name: mean(name, digits) for name, digits in MEANS.items()},
     **known,
   }
 

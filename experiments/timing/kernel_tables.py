@@ -71,7 +71,8 @@ def to_markdown(summary: Mapping[str, Any]) -> str:
     f"Median of {wording.count(summary['rounds'], 'round')}, seed "
     f"{summary['seed']}, on {summary['device']}; interleaved copies of "
     f"{summary['copied_bytes'] >> 20} MiB moved "
-    f"{benchmark_tables.speeds(speeds)}; {wording.versions(summary)}."
+    f"{benchmark_tables.speeds(speeds)}; "
+    f"{wording.versions(summary['versions'])}."
   )
   return benchmark_tables.markdown(table, about)
 
@@ -79,7 +80,7 @@ def to_markdown(summary: Mapping[str, Any]) -> str:
 def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
   head = f"{row['operation']}, {row['shapes']}", row["program"]
   if row["seconds"] is None:
-    return *head, "declines", *["–"] * (len(HEADING) - 3)
+    return *head, "declines", *[wording.NOTHING] * (len(HEADING) - 3)
   return (
     *head,
     f"{1e3 * statistics.median(row['seconds']):,.3f}",

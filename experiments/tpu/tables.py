@@ -4,12 +4,11 @@ import itertools
 import pathlib
 from collections.abc import Mapping, Sequence
 
-import rich.box
 import rich.console
-import rich.table
 import rich.text
 
-from kvjax.experiments.report import formats
+from kvjax.experiments.report import formats, wording
+from kvjax.experiments.report.wording import NOTHING, mib
 from kvjax.experiments.tpu.chips import Chip
 from kvjax.experiments.tpu.programs import Outcome
 from kvjax.experiments.tpu.published import LLAMA
@@ -28,8 +27,6 @@ _SHORT = {
   "HBM %": "HBM %",
   "× ideal": "× ideal",
 }
-_NONE = "–"
-
 _MEANING = f"""\
 MiB per device. The model is {LLAMA.name}, if no other is named, in bfloat16
 with one prompt, all devices along the mesh axis "model"; a kernel runs on one
@@ -46,7 +43,7 @@ def to_markdown(
     "# Compiling for TPUs\n",
     f"    {command}\n",
     "compiles without a TPU, by libtpu, and writes this page: "
-    + ", ".join(f"{name} {version}" for name, version in versions.items())
+    + wording.versions(versions)
     + ".\n",
     f"{_MEANING}\n\n{_LEGEND}",
   ]
@@ -61,14 +58,9 @@ def to_terminal(outcomes: Sequence[Outcome]) -> rich.console.Group:
   """Formats the main columns for a terminal of 80 columns."""
   shown: list[rich.console.RenderableType] = []
   for chip, group in _by_chip(outcomes):
-    table = rich.table.Table(box=rich.box.SIMPLE_HEAD, pad_edge=False)
-    first, *numbers = _SHORT.values()
-    table.add_column(first, overflow="fold")
-    for name in numbers:
-      table.add_column(name, justify="right", no_wrap=True)
-    for outcome in group:
-      cells = zip(_HEAD, _cells(outcome), strict=True)
-      table.add_row(*(cell for name, cell in cells if name in _SHORT))
+    cells = [dict(zip(_HEAD, _cells(each), strict=True)) for each in group]
+    lines = [[line[name] for name in _SHORT] for line in cells]
+    table = formats.Table("", list(_SHORT.values()), lines)
     shown += [rich.text.Text(f"{chip.name}: {_facts(chip)}"), table]
   shown.append(rich.text.Text(_MEANING, style="dim"))
   return rich.console.Group(*shown)
@@ -98,31 +90,31 @@ def _by_chip(outcomes: Sequence[Outcome]) -> list[tuple[Chip, list[Outcome]]]:
 def _facts(chip: Chip) -> str:
   return (
     f"{len(chip.devices)} devices ({chip.topology}), each with "
-    f"{_mib(chip.hbm_bytes)} MiB of HBM at "
+    f"{mib(chip.hbm_bytes)} MiB of HBM at "
     f"{chip.bytes_per_second / 1e9:,.0f} GB/s and "
-    f"{_mib(chip.vmem_bytes)} MiB of VMEM per core."
+    f"{mib(chip.vmem_bytes)} MiB of VMEM per core."
   )
 
 
 def _cells(outcome: Outcome) -> tuple[str, ...]:
   footprint, ideal = outcome.footprint, outcome.ideal
   if footprint is None:
-    return (title(outcome), *[_NONE] * (len(_HEAD) - 1))
+    return (title(outcome), *[NOTHING] * (len(_HEAD) - 1))
   cells = (
     title(outcome),
-    _mib(footprint.vmem) if footprint.kernels else _NONE,
-    _mib(footprint.temporary),
-    _mib(footprint.arguments),
-    _mib(footprint.host) if footprint.host else _NONE,
-    str(footprint.overlap) if footprint.host else _NONE,
+    mib(footprint.vmem) if footprint.kernels else NOTHING,
+    mib(footprint.temporary),
+    mib(footprint.arguments),
+    mib(footprint.host) if footprint.host else NOTHING,
+    str(footprint.overlap) if footprint.host else NOTHING,
     f"{100 * footprint.hbm / outcome.chip.hbm_bytes:.1f}",
   )
   if ideal is None:
-    return (*cells, *[_NONE] * 4)
+    return (*cells, *[NOTHING] * 4)
   return (
     *cells,
-    _mib(footprint.moved),
-    _mib(ideal),
+    mib(footprint.moved),
+    mib(ideal),
     f"{footprint.moved / ideal:.2f}",
     f"{1e6 * ideal / outcome.chip.bytes_per_second:,.0f}",
   )
@@ -140,8 +132,3 @@ def _contents(outcomes: Sequence[Outcome]) -> str:
   header = ("program", "operands, or the kernels in it")
   lines = [(name, f"`{text}`") for name, text in listed.items()]
   return f"## Operands and kernels\n\n{formats.grid(header, lines, [0, 1])}"
-
-
-def _mib(size: int) -> str:
-  mib = size / 2**20
-  return f"{mib:,.0f}" if mib >= 100 else f"{mib:.1f}"

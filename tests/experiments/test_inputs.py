@@ -17,6 +17,7 @@ from kvjax.models import catalog
   ("directory", "name"),
   [
     ("hub/models--org--Some-8B-it/snapshots/0e9e39f2", "org/Some-8B-it"),
+    ("hub/models--org--Some--8B/snapshots/0e9e39f2", "org/Some--8B"),
     ("hub/models--gpt2/snapshots/0e9e39f2", "gpt2"),
     ("models/Some-8B-it", "Some-8B-it"),
     ("own/snapshots/step-7", "step-7"),

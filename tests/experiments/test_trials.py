@@ -8,7 +8,7 @@ import scipy.stats
 from jax.scipy.special import betainc
 
 from kvjax.experiments.report import anova
-from kvjax.experiments.report.equivalence import equivalence
+from kvjax.experiments.report.anova import equivalence
 
 FULL, SAME, WORSE = [50.0, 52.0, 51.0], [51.0, 50.0, 52.5], [40.0, 42.0, 41.0]
 SCORES = {("full", "1"): FULL, ("a", "0.5"): SAME, ("b", "0.5"): WORSE}

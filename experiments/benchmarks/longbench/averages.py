@@ -22,7 +22,7 @@ def averages(scores: Mapping[str, float]) -> dict[str, float]:
   lengths. If datasets are missing, the label shows their number.
 
   Args:
-    scores: scores by task name, as in `longbench.samples`; others are ignored.
+    scores: scores by task name, as in `reader.samples`; others are ignored.
 
   Returns:
     The means of the categories, then the averages, as available.

@@ -53,7 +53,7 @@ def samples(
   rows follow the official code.
 
   Args:
-    path: a file or folder; see `longbench_files.find`.
+    path: a file or folder; see `finder.find`.
     names: datasets, of `NAMES`.
     limit: maximum tokens of prompts, before the chat template; usually 3500,
       7500 and 31500 for models of 4K, 8K and 32K.
@@ -66,7 +66,7 @@ def samples(
     bucket of lengths, such as `qasper_e_0-4k`.
 
   Raises:
-    InputError: a name is no dataset, see `longbench_files.find`, a dataset is
+    InputError: a name is no dataset, see `finder.find`, a dataset is
       missing, a file is malformed, or the limit is too short.
   """
   suite.check_tasks(names, NAMES)

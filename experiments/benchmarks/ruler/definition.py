@@ -38,7 +38,7 @@ class Ruler(Benchmark):
         path, request.tasks, request.lengths, request.samples
       )
       return Drawn(samples, {"files": data_name(path)})
-    texts, choice = request.texts(), _choice(request)
+    choice = _choice(request)
     lengths = self.lengths_of(request)
     samples = generator.samples(
       choice.tasks,
@@ -46,7 +46,7 @@ class Ruler(Benchmark):
       request.samples or _SAMPLES,
       request.seed,
       lm.text.count,
-      texts,
+      request.texts(),
       request.on_draw,
     )
     notes = [
@@ -57,7 +57,7 @@ class Ruler(Benchmark):
     ]
     missing = generator.missing(_tasks(request), lengths, samples)
     about = {"left out": ", ".join(missing)} if missing else {}
-    return Drawn(samples, texts.origins, [*choice.notes, *notes], about)
+    return Drawn(samples, choice.data, [*choice.notes, *notes], about)
 
   @override
   def total(self, request: Request) -> int | None:

@@ -1,6 +1,7 @@
 """Attention weights of a prompt's first tokens, as whole matrices."""
 
 import numpy as np
+import scipy.special
 from jaxtyping import Float
 
 from kvjax.activations import Activations
@@ -34,5 +35,4 @@ def weights(
   logits = queries @ keys.T / np.sqrt(queries.shape[1])
   if causal:
     logits = np.where(np.tri(*logits.shape) > 0, logits, -np.inf)
-  exponentials = np.exp(logits - logits.max(axis=1, keepdims=True))
-  return exponentials / exponentials.sum(axis=1, keepdims=True)
+  return scipy.special.softmax(logits, axis=1)

@@ -1,5 +1,6 @@
 """E1.9 (a), (b): similarity and attention of tokens by their deviation."""
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -34,12 +35,10 @@ class _Head(NamedTuple):
 
 def measure(subject: Subject) -> Findings:
   """Measures gamma by beta over heads, and attention by decile per layer."""
-  layers: list[list[_Head]] = []
-  for row in track(subject.rows):
-    for number, heads in enumerate(_heads(subject, row)):
-      if number == len(layers):
-        layers.append([])
-      layers[number] += heads
+  rows = [_heads(subject, row) for row in track(subject.rows)]
+  layers = [
+    list(itertools.chain(*of_rows)) for of_rows in zip(*rows, strict=True)
+  ]
   title = subject.described
   return Findings(
     [_by_beta(layers, title), _by_decile(layers, title)],

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.scipy.stats import rankdata
 from jaxtyping import Array, Float
 
 from kvjax.activations import Activations
@@ -113,10 +114,11 @@ def statistics(layer_activations: Activations) -> Statistics:
   best = jnp.argmax(distinct, axis=-1)
   top_key = jnp.take_along_axis(keys, best[..., None, None], axis=2)[:, :, 0]
   repeat = functools.partial(jnp.repeat, repeats=group, axis=1)
+  ranks = functools.partial(rankdata, method="ordinal", axis=-1)
   norms = jnp.linalg.norm(keys, axis=-1)
   return Statistics(
     _correlation(repeat(alike), attention),
-    _correlation(_ranks(repeat(distinct)), _ranks(attention)),
+    _correlation(ranks(repeat(distinct)), ranks(attention)),
     jnp.sum(unit(repeat(mean_key)) * unit(mean_query), axis=-1),
     jnp.sum(unit(repeat(top_key)) * unit(mean_query), axis=-1),
     jnp.mean(_cosines(queries, mean_query), axis=-1),
@@ -167,12 +169,6 @@ def _cosines(
   x: Float[Array, "B H T D"], y: Float[Array, "B H D"]
 ) -> Float[Array, "B H T"]:
   return _products(unit(x), unit(y))
-
-
-def _ranks(x: Float[Array, "*B T"]) -> Float[Array, "*B T"]:
-  """Computes the rank of each number; of equal ones, the first is lower."""
-  order = jnp.argsort(x, axis=-1)
-  return jnp.argsort(order, axis=-1).astype(jnp.float32)
 
 
 def _correlation(

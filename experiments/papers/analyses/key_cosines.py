@@ -16,6 +16,7 @@ from kvjax.experiments.papers.analyses.drawing import (
   scaled_layer,
 )
 from kvjax.experiments.papers.analyses.observed import activations
+from kvjax.experiments.papers.analyses.vectors import unit
 from kvjax.experiments.papers.findings import Findings, Subject
 from kvjax.experiments.report.formats import Table
 
@@ -64,8 +65,7 @@ def measure(subject: Subject) -> Findings:
 
 def cosines(keys: Float[np.ndarray, "T D"]) -> Float[np.ndarray, "T T"]:
   """Computes the cosines of all pairs of keys."""
-  norms = np.linalg.norm(keys, axis=1, keepdims=True)
-  units = keys / np.maximum(norms, 1e-12)
+  units = unit(keys)
   return units @ units.T
 
 

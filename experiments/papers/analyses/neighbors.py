@@ -1,12 +1,15 @@
 """E4.10: similarity of neighboring queries and of their top keys."""
 
 import itertools
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float
 
 from kvjax.activations import Activations
 from kvjax.experiments.papers.analyses.observed import activations
+from kvjax.experiments.papers.analyses.vectors import unit
 from kvjax.experiments.papers.findings import Findings, Subject
 from kvjax.experiments.report.formats import Table
 from kvjax.experiments.run.progress_bar import track
@@ -19,26 +22,26 @@ _TOKENS_PER_CENTROID, _MAX_CENTROIDS = 16, 2048
 _BINS = (-1.0, 0.0, 0.2, 0.4, 0.6, 0.8, 0.9, 1.0)
 
 
+class _Layer(NamedTuple):
+  """A layer's cosines by distance and with the nearest centroid, and pairs."""
+
+  cosines: Mapping[int, float]
+  nearest: float
+  pairs: Float[np.ndarray, "2 P"]
+
+
 def measure(subject: Subject) -> Findings:
   """Measures cosines by distance, and overlaps of top keys by cosine."""
-  by_layer: list[list[dict[int, float]]] = []
-  nearest: list[list[float]] = []
-  pairs = []
-  for row in track(subject.rows):
-    for number, layer_activations in enumerate(
-      activations(subject.lm.model, subject.lm.params, row)
-    ):
-      if number == len(by_layer):
-        by_layer.append([])
-        nearest.append([])
-      queries = np.asarray(layer_activations.queries[0], np.float64)
-      by_layer[number].append(cosines_by_distance(queries))
-      nearest[number].append(cosine_of_nearest(queries))
-      pairs.append(_pairs(layer_activations))
-  all_pairs = np.concatenate(pairs, axis=1)
-  return Findings(
-    [_distances(by_layer), _nearest(nearest), _overlaps(all_pairs)]
-  )
+  rows = [
+    [
+      _of_layer(layer)
+      for layer in activations(subject.lm.model, subject.lm.params, row)
+    ]
+    for row in track(subject.rows)
+  ]
+  layers = list(zip(*rows, strict=True))
+  pairs = np.concatenate([own.pairs for row in rows for own in row], axis=1)
+  return Findings([_distances(layers), _nearest(layers), _overlaps(pairs)])
 
 
 def cosine_of_nearest(queries: Float[np.ndarray, "N S D"]) -> float:
@@ -47,7 +50,7 @@ def cosine_of_nearest(queries: Float[np.ndarray, "N S D"]) -> float:
   The last queries of the prompt stand for decoded tokens. The centroids of each
   are the queries before it.
   """
-  units = queries / np.linalg.norm(queries, axis=-1, keepdims=True)
+  units = unit(queries)
   length = units.shape[1]
   centroids = min(max(length // _TOKENS_PER_CENTROID, 1), _MAX_CENTROIDS)
   first = max(length - _QUERIES, centroids)
@@ -62,7 +65,7 @@ def cosines_by_distance(
   queries: Float[np.ndarray, "N S D"],
 ) -> dict[int, float]:
   """Computes the mean cosine of queries at distances 1, 2, 4 and so on."""
-  units = queries / np.linalg.norm(queries, axis=-1, keepdims=True)
+  units = unit(queries)
   cosines = {}
   distance = 1
   while distance < units.shape[1]:
@@ -89,6 +92,13 @@ def highest(
   return chosen
 
 
+def _of_layer(layer: Activations) -> _Layer:
+  queries = np.asarray(layer.queries[0], np.float64)
+  return _Layer(
+    cosines_by_distance(queries), cosine_of_nearest(queries), _pairs(layer)
+  )
+
+
 def _pairs(layer_activations: Activations) -> Float[np.ndarray, "2 P"]:
   """Computes cosine and overlap of all pairs of a head's last queries."""
   queries = np.asarray(layer_activations.queries[0], np.float64)
@@ -102,18 +112,18 @@ def _pairs(layer_activations: Activations) -> Float[np.ndarray, "2 P"]:
   for head, head_queries in enumerate(queries[:, before:]):
     chosen = top_keys(head_queries, keys[head // group, :before], count)
     chosen = chosen.astype(np.float64)
-    units = head_queries / np.linalg.norm(head_queries, axis=1, keepdims=True)
+    units = unit(head_queries)
     cosines, shared = units @ units.T, chosen @ chosen.T / count
     pairs.append(np.stack([cosines[one, other], shared[one, other]]))
   return np.concatenate(pairs, axis=1)
 
 
-def _distances(by_layer: list[list[dict[int, float]]]) -> Table:
-  distances = sorted(set.intersection(*(set(x) for x in by_layer[0])))
+def _distances(by_layer: Sequence[Sequence[_Layer]]) -> Table:
+  distances = sorted(set.intersection(*(set(x.cosines) for x in by_layer[0])))
   lines = []
   for distance in distances:
     layers = [
-      float(np.mean([cosines[distance] for cosines in layer]))
+      float(np.mean([own.cosines[distance] for own in layer]))
       for layer in by_layer
     ]
     lines.append(
@@ -131,8 +141,8 @@ def _distances(by_layer: list[list[dict[int, float]]]) -> Table:
   )
 
 
-def _nearest(by_layer: list[list[float]]) -> Table:
-  layers = [float(np.mean(layer)) for layer in by_layer]
+def _nearest(by_layer: Sequence[Sequence[_Layer]]) -> Table:
+  layers = [float(np.mean([own.nearest for own in x])) for x in by_layer]
   numbers = [np.mean(layers), min(layers), max(layers)]
   return Table(
     "cosine of a query with the nearest of CTkvr's centroids",

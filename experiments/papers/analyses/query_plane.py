@@ -22,6 +22,7 @@ from kvjax.experiments.papers.analyses.drawing import (
 )
 from kvjax.experiments.papers.analyses.observed import activations
 from kvjax.experiments.papers.analyses.retained_keys import plane
+from kvjax.experiments.papers.analyses.vectors import unit
 from kvjax.experiments.papers.findings import Findings, Subject
 from kvjax.experiments.report.formats import Table
 
@@ -84,10 +85,10 @@ def cosines_with_mean_query(head: _Head) -> tuple[float, float, float]:
 
   The anchor is the mean of unit keys. Those of keys are means.
   """
-  units, query = _unit(head.keys), _unit(head.queries.mean(axis=0))
+  units, query = unit(head.keys), unit(head.queries.mean(axis=0))
   products = units @ query
   others = np.delete(products, head.top)
-  anchor = _unit(units.mean(axis=0))
+  anchor = unit(units.mean(axis=0))
   return (
     float(anchor @ query),
     float(products[head.top].mean()),
@@ -102,15 +103,11 @@ def _head(layer: Activations, number: int, head: int) -> _Head:
   queries = np.asarray(
     layer.queries[0, head * group : (head + 1) * group], np.float64
   )
-  units = _unit(keys)
+  units = unit(keys)
   alike = units @ units.mean(axis=0)
   count = max(1, round(_TOP * len(keys)))
   top = np.argsort(alike, kind="stable")[:count]
   return _Head(number, head, keys, queries.reshape(-1, keys.shape[1]), top)
-
-
-def _unit(x: Float[np.ndarray, "*A D"]) -> Float[np.ndarray, "*A D"]:
-  return x / np.maximum(np.linalg.norm(x, axis=-1, keepdims=True), 1e-12)
 
 
 def _draw(heads: Sequence[_Head]) -> Figure:
@@ -133,7 +130,7 @@ def _draw_head(axes: Axes, head: _Head) -> None:
   mean, directions = plane(np.concatenate([head.keys, head.queries]))
 
   # The anchor has a direction only; it is drawn as long as keys are.
-  anchor = _unit(_unit(head.keys).mean(axis=0, keepdims=True))
+  anchor = unit(unit(head.keys).mean(axis=0, keepdims=True))
   length = np.linalg.norm(head.keys, axis=1).mean()
   others = np.delete(head.keys, head.top, axis=0)
   mean_query = head.queries.mean(axis=0, keepdims=True)

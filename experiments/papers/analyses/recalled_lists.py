@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
+import scipy.special
 from jaxtyping import Float
 from matplotlib.figure import Figure
 
@@ -11,6 +12,7 @@ from kvjax.activations import Activations
 from kvjax.experiments.papers.analyses.drawing import BLUE, LABEL, TICK, canvas
 from kvjax.experiments.papers.analyses.neighbors import highest
 from kvjax.experiments.papers.analyses.observed import activations
+from kvjax.experiments.papers.analyses.vectors import unit
 from kvjax.experiments.papers.findings import Findings, Subject
 from kvjax.experiments.report.formats import Table
 from kvjax.experiments.run.progress_bar import track
@@ -130,8 +132,7 @@ def _most_weight(
 ) -> Float[np.ndarray, "Q F"]:
   """Computes weights over all keys, the highest of a group's heads."""
   logits = queries @ keys.T / np.float32(np.sqrt(keys.shape[1]))
-  powers = np.exp(logits - logits.max(axis=-1, keepdims=True))
-  weights = powers / powers.sum(axis=-1, keepdims=True)
+  weights = scipy.special.softmax(logits, axis=-1)
   return weights.max(axis=0)[:, start:end]
 
 
@@ -139,10 +140,8 @@ def _most_alike(
   queries: Float[np.ndarray, "G Q D"], centroids: Float[np.ndarray, "G C D"]
 ) -> Float[np.ndarray, "Q C"]:
   """Computes cosines with centroids, the highest of a group's heads."""
-  units, others = (
-    x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (queries, centroids)
-  )
-  return np.einsum("gqd,gcd->gqc", units, others).max(axis=0)
+  cosines = np.einsum("gqd,gcd->gqc", unit(queries), unit(centroids))
+  return cosines.max(axis=0)
 
 
 def _draw(by_probes: Mapping[int, Float[np.ndarray, "B L 3"]]) -> Figure:

@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 import kvjax
 from kvjax.cache.layers import LayerCache
 from kvjax.experiments.papers.analyses.drawing import LABEL, TICK, canvas
+from kvjax.experiments.papers.analyses.vectors import unit
 from kvjax.experiments.papers.findings import Findings, Scale, Subject
 from kvjax.experiments.report import wording
 from kvjax.experiments.report.formats import Table
@@ -112,8 +113,7 @@ def components(subject: Subject) -> Findings:
 
 def log_determinant(keys: Float[np.ndarray, "T D"]) -> float:
   """Computes log det(U U^T + 1e-6 I) of unit keys U, from a D x D matrix."""
-  norms = np.linalg.norm(keys, axis=1, keepdims=True)
-  units = keys / np.maximum(norms, 1e-12)
+  units = unit(keys)
   count, dim = units.shape
   gram = units.T @ units + _RIDGE * np.eye(dim)
   # det(I + A B) = det(I + B A), after factoring out the ridge.

@@ -3,7 +3,7 @@
 import json
 import types
 
-import huggingface_hub
+import huggingface_hub.constants
 import pytest
 
 from kvjax.errors import InputError

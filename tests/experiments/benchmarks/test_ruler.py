@@ -10,6 +10,8 @@ import pytest
 import scipy.special
 
 from kvjax.errors import InputError
+from kvjax.experiments.benchmarks.base import Request
+from kvjax.experiments.benchmarks.registry import BENCHMARKS
 from kvjax.experiments.benchmarks.ruler import generator
 from kvjax.experiments.metrics import registry
 from kvjax.experiments.run.results import Part
@@ -18,6 +20,7 @@ from kvjax.experiments.tasks import (
   fitting,
   frequent_words,
   niah,
+  prose,
   suite,
   variable_tracking,
   words,
@@ -324,6 +327,18 @@ def test_tasks_without_their_file_are_left_out_with_a_line_each(texts):
     generator.choose(["vtt"], own)
   with pytest.raises(InputError, match="Name a task"):
     generator.choose([], own)
+
+
+def test_only_the_texts_that_samples_are_made_of_are_recorded(texts, tiny):
+  def recorded(*tasks):
+    return BENCHMARKS["ruler"].draw(
+      tiny, Request(tasks=tasks, lengths=[400], samples=1, texts=lambda: texts)
+    )
+
+  assert recorded("niah_single_1").data == {}
+  # A digest of a run has the same texts with and without --squad=FILE.
+  assert recorded("niah_single_2").data == {"essay": prose.SOURCE}
+  assert list(recorded("qa_1").data) == ["qa_1"]
 
 
 def test_what_is_left_out_is_named(texts):

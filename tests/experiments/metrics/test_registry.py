@@ -138,3 +138,11 @@ def test_a_missing_library_is_named_before_anything_runs(monkeypatch):
     InputError, match=r"needs rapidfuzz, .*pip install 'kvjax\[data\]'"
   ):
     registry.check(["qa_f1", "code_sim"])
+
+
+@pytest.mark.parametrize("module", ["huggingface_hub", "datasets"])
+def test_what_kvjax_requires_is_not_of_an_extra(monkeypatch, module):
+  monkeypatch.setitem(sys.modules, module, None)
+  library.cache_clear()
+  with pytest.raises(InputError, match="`pip install 'kvjax'`"):
+    library(module)

@@ -22,6 +22,7 @@ from kvjax.experiments.papers.analyses import (
   throughput,
   timing,
 )
+from kvjax.experiments.papers.analyses.vectors import unit
 from kvjax.experiments.papers.findings import Subject
 from kvjax.testing import random_activations
 
@@ -143,6 +144,15 @@ def test_cosines_by_distance_are_means_over_pairs():
       for i in range(7 - distance)
     ]
     assert value == pytest.approx(np.mean(pairs))
+
+
+def test_zero_vectors_have_no_direction():
+  vectors = np.array([[0.0, 0.0], [3.0, 4.0]], np.float32)
+  found = unit(vectors)
+  assert found.dtype == np.float32
+  np.testing.assert_allclose(found, [[0.0, 0.0], [0.6, 0.8]], rtol=1e-6)
+  queries = np.zeros((1, 3, 2))
+  assert neighbors.cosines_by_distance(queries) == {1: 0.0, 2: 0.0}
 
 
 def test_the_nearest_centroid_is_the_most_similar_query_before():

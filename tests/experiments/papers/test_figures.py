@@ -221,7 +221,7 @@ def test_scores_are_drawn_by_size(invented, scale):
   """At the paper's scale next to its numbers."""
   size = Size("kept", lambda candidate: len(candidate.method), (3, 90))
   sized = dataclasses.replace(invented, size=size)
-  cells = running.cells_of(sized, scale, sized.setup(scale))
+  cells = running.cells_of(sized, scale, sized.at(scale))
   empty = compare_to_paper.compare_to_paper(sized, scale, cells, [])
   headline = invented.averages[0]
   number = compare_to_paper.Number(40.0, (30.0, 50.0), 2)
@@ -264,7 +264,7 @@ def test_a_sweep_has_a_panel_per_parameter(invented, scale):
   swept = dataclasses.replace(
     invented, lines=(*lines, *others), targets=(printed,), quoted=()
   )
-  cells = running.cells_of(swept, scale, swept.setup(scale))
+  cells = running.cells_of(swept, scale, swept.at(scale))
   empty = compare_to_paper.compare_to_paper(swept, scale, cells, [])
   number = compare_to_paper.Number(40.0, (30.0, 55.0), 2)
   ours = {Key(line.name, "short", headline): number for line in lines}

@@ -39,7 +39,7 @@ def test_every_experiment_of_the_papers_is_there():
 def test_methods_tasks_and_budgets_exist_at_both_scales(name):
   part = COMPARISONS[name]
   for scale in ("paper", "small"):
-    setup = part.setup(scale)
+    setup = part.at(scale)
     if setup is None:
       continue
     assert set(setup.tasks) <= TASKS

@@ -114,6 +114,24 @@ def test_points_stand_at_what_was_kept_or_read(answer, record):
   assert left > 1024 * 800 > 1024 * 80 > right
 
 
+@pytest.mark.parametrize(
+  "draw", [score_plots.score_vs_retention, score_plots.score_vs_bytes]
+)
+def test_methods_with_fewer_tasks_are_not_drawn_beside_others(
+  answer, record, draw
+):
+  found = record(
+    [
+      *(answer("full", task=task) for task in ("vt", "fwe")),
+      *(answer("whole", task=task) for task in ("vt", "fwe")),
+      answer("partial", task="vt"),
+    ]
+  )
+  drawn = check_readable(draw(found))
+  assert "whole" in drawn
+  assert "partial" not in drawn
+
+
 @pytest.mark.parametrize(("score", "top"), [(12.0, 20), (47.0, 50), (63.0, 80)])
 def test_low_scores_fill_the_picture(answer, record, score, top):
   found = record(

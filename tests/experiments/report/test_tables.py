@@ -201,6 +201,16 @@ def test_turns_are_counted_from_one_with_what_is_kept(answer, record):
   assert kept.lines == [["keydiff", "200.0", "201.0", "202.0", "201.0"]]
 
 
+def test_only_lines_with_every_column_have_a_mean(answer, record):
+  found = record([answer("full"), answer(), answer("full", length=2048)])
+  table = titled(found, "score by length at 25 %")
+  assert table.header == ["method", "1024", "2048", "mean"]
+  assert table.lines == [
+    ["full", "100.0", "100.0", "100.0"],
+    ["keydiff", "100.0", "–", "–"],
+  ]
+
+
 def test_longbench_has_a_line_per_set_and_both_averages(answer, record):
   sets = {"qasper": 10.0, "hotpotqa": 30.0, "2wikimqa": 50.0}
   answers = [
