@@ -59,9 +59,11 @@ def main(arguments: Sequence[str]) -> None:
       )
   results.check_writable(output)
   folders = [output / f"seed_{seed}" for seed in range(_TRIALS.value)]
+  runs = []
   for seed, folder in enumerate(folders):
     _evaluate([*arguments, f"--seed={seed}", f"--output={folder}"])
-  scores = scores_of(run_files.find(folders))
+    runs.append(run_files.find_one(folder))
+  scores = scores_of(runs)
   table = compare(scores, _MARGIN.value)
   console = rich.console.Console(highlight=False)
   console.print(table)
