@@ -29,7 +29,9 @@ that tests whether scores of tasks stay equal over seeds.
 compare and evaluate read the records by --calibrations=DIR, or from the folder
 `calibrations` in the model's directory if copied there.
 
-Without --essay, needles are hidden in prose that comes with kvjax. Tasks whose
+Without --essay, needles are hidden in prose that comes with kvjax, in chapters
+that its reference model has learned from: a likelihood predicts how much a
+context can be compressed only if the model knows this kind of text. Tasks whose
 texts are missing are left out.
 
 Source: Chari and Van Durme, arXiv 2507.08143, Section 3.4.
@@ -51,12 +53,14 @@ from kvjax.calibration.fields import Preset
 from kvjax.calibration.record import check_tau
 from kvjax.errors import InputError
 from kvjax.experiments import cli
+from kvjax.experiments.benchmarks import essays
 from kvjax.experiments.benchmarks.ruler import generator
 from kvjax.experiments.calibration import dry_run, fits, measuring, writing
 from kvjax.experiments.calibration.fits import PAPER, PREFILL
 from kvjax.experiments.calibration.measuring import Measurement, Measurements
 from kvjax.experiments.inputs import (
   dry_run_inputs,
+  essay_inputs,
   host_inputs,
   run_inputs,
   text_inputs,
@@ -73,10 +77,10 @@ from kvjax.experiments.run.candidates import (
 from kvjax.experiments.run.comparison import Work, check_hosts, pending, wanted
 from kvjax.experiments.run.line_files import check_writable
 from kvjax.experiments.run.progress_bar import progress_bar
-from kvjax.experiments.tasks import prose
 
 for module in (dry_run_inputs, run_inputs, text_inputs, host_inputs):
   flags.adopt_module_key_flags(module)
+flags.set_default(essay_inputs.ESSAY, essays.TRAINING)
 
 _TASKS = flags.DEFINE_list(
   "tasks",
@@ -143,6 +147,8 @@ _OUTPUT = flags.DEFINE_string("output", "results/calibration", "Output folder.")
 _TRIPLES, _MORE, _HELD = "triples.jsonl", "others.jsonl", "held_out.jsonl"
 _REACHED = "reached.jsonl"
 _SEEDS = {_TRIPLES: 0, _MORE: 1, _HELD: 2, _REACHED: 2}
+# Of flags that evaluate has, too.
+_SHARED_FLAGS = (essay_inputs, run_inputs, text_inputs)
 
 
 def main() -> None:
@@ -152,7 +158,7 @@ def main() -> None:
   folder = pathlib.Path(_OUTPUT.value)
   chosen, lengths = _chosen(), run_inputs.parse_lengths(_LENGTH.value)
   check_tau(_TAU.value)
-  texts = _texts()
+  texts = text_inputs.texts()
   choice = generator.choose(_TASKS.value, texts)
   check_writable(folder)
   console = host_inputs.console()
@@ -319,10 +325,12 @@ def _too_few(parts: int) -> str:
 
 
 def _trials(records: pathlib.Path) -> str:
-  """The command that compares scores at the calibrated retentions."""
+  """The command that compares scores at the calibrated retentions.
+
+  Its samples are none of those that the records were fitted to or tested with.
+  """
   methods = list(dict.fromkeys(_METHODS.value))
   values = {
-    "model": run_inputs.MODEL.value,
     "methods": ",".join(methods),
     "tasks": ",".join(_TASKS.value),
     "length": ",".join(_LENGTH.value),
@@ -331,10 +339,30 @@ def _trials(records: pathlib.Path) -> str:
     "tau": f"{_TAU.value:g}",
     "calibrations": str(records),
   }
-  if flags.FLAGS["essay"].present:
-    values["essay"] = str(flags.FLAGS["essay"].value)
-  flags_of_evaluate = [f"--{name}={value}" for name, value in values.items()]
-  return shlex.join(["kvjax", "trials", "--", *flags_of_evaluate])
+  first_seed = run_inputs.SEED.value + max(_SEEDS.values()) + 1
+  return shlex.join(
+    [
+      *("kvjax", "trials", f"--first_seed={first_seed}", "--"),
+      *(f"--{name}={value}" for name, value in values.items()),
+      *_given_flags(),
+    ]
+  )
+
+
+def _given_flags() -> list[str]:
+  """The model, the prose, and all given flags that evaluate has, too."""
+  by_module = flags.FLAGS.flags_by_module_dict()
+  shared = [
+    flag for module in _SHARED_FLAGS for flag in by_module[module.__name__]
+  ]
+  always = (run_inputs.MODEL.name, essay_inputs.ESSAY.name)
+  return [
+    flag.serialize()
+    for flag in shared
+    if (flag.present or flag.name in always)
+    # Every trial has its own.
+    and flag.name != run_inputs.SEED.name
+  ]
 
 
 def _chosen() -> list[Candidate]:
@@ -361,19 +389,6 @@ def _chosen() -> list[Candidate]:
         "that evict."
       )
   return chosen
-
-
-def _texts() -> generator.Texts:
-  """Reads the user's texts, or the bundled model's training prose.
-
-  A likelihood predicts how much a context can be compressed only if the model
-  knows this kind of text.
-  """
-  texts = text_inputs.texts()
-  if flags.FLAGS["essay"].present:
-    return texts
-  origins = {**texts.origins, "essay": f"{prose.SOURCE}, chapters of training"}
-  return dataclasses.replace(texts, essay="train", origins=origins)
 
 
 def _settings(data: dict[str, str]) -> results.Settings:

@@ -321,6 +321,7 @@ def test_the_program_writes_records_that_compare_reads(
   folder = tmp_path / "new" / "calibration"
   asked = ["--methods=streaming", "--length=256", "--samples=1"]
   asked += ["--tasks=niah_single_1"]
+  asked += ["--seed=7", "--batch=3", "--dtype=float32"]
   flags = ["--others=1", "--held_out=1", "--retention=0.5"]
   command = ["kvjax.experiments.calibrate", model, *asked, *flags]
   dry = run_binary(*command, f"--output={folder}", "--dry_run")
@@ -354,7 +355,12 @@ def test_the_program_writes_records_that_compare_reads(
   report = (folder / "calibration.md").read_text()
   assert told.partition(": ")[2] in report
   said, _, arguments = told.partition(" -- ")
-  assert said.endswith("within 5 points: kvjax trials")
+  assert said.endswith("within 5 points: kvjax trials --first_seed=10")
+  # All given flags, and the prose that was calibrated on.
+  assert {"--batch=3", "--dtype=float32", "--essay=training_chapters"} < {
+    *shlex.split(arguments)
+  }
+  assert "--seed" not in arguments
   asked_there = run_binary(
     "kvjax.experiments.evaluate",
     *shlex.split(arguments),

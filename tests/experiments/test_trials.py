@@ -99,7 +99,8 @@ def test_runs_with_other_flags_are_no_further_trials(
   run_binary, tiny_directory, tmp_path
 ):
   arguments = [
-    *("kvjax.experiments.trials", "--trials=2", f"--output={tmp_path}", "--"),
+    *("kvjax.experiments.trials", "--trials=2", "--first_seed=3"),
+    *(f"--output={tmp_path}", "--"),
     *(f"--model={tiny_directory}", "--methods=streaming", "--retention=0.5"),
     *("--benchmark=needle", "--length=128", "--samples=1"),
   ]
@@ -110,6 +111,6 @@ def test_runs_with_other_flags_are_no_further_trials(
     assert [len(each["scores"]) for each in made["trials"]] == [2, 2]
   other = run_binary(*arguments, "--heads=query")
   assert other.returncode == 2
-  assert "seed_0 holds 2 runs, whose settings differ" in other.stderr
+  assert "seed_3 holds 2 runs, whose settings differ" in other.stderr
   # It does not wait for all trials.
-  assert len([*(tmp_path / "seed_1").iterdir()]) == 1
+  assert len([*(tmp_path / "seed_4").iterdir()]) == 1
