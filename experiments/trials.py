@@ -23,8 +23,6 @@ saying more.
 """
 
 import pathlib
-import subprocess
-import sys
 from collections.abc import Sequence
 
 import rich.console
@@ -34,7 +32,7 @@ from kvjax.errors import InputError
 from kvjax.experiments import cli
 from kvjax.experiments.report import formats, run_files
 from kvjax.experiments.report.anova import compare, scores_of
-from kvjax.experiments.run import outputs, results
+from kvjax.experiments.run import children, outputs, results
 
 _TRIALS = flags.DEFINE_integer("trials", 20, "Number of trials.", lower_bound=2)
 _FIRST_SEED = flags.DEFINE_integer(
@@ -90,10 +88,9 @@ def _evaluate(arguments: Sequence[str]) -> None:
   Raises:
     SystemExit: it failed, with its own message.
   """
-  run = [sys.executable, "-m", "kvjax.experiments.evaluate", *arguments]
-  code = subprocess.run(run).returncode
-  if code:
-    raise SystemExit(code)
+  ended = children.run("kvjax.experiments.evaluate", arguments)
+  if ended.code:
+    raise SystemExit(ended.code)
 
 
 if __name__ == "__main__":

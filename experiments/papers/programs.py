@@ -1,12 +1,11 @@
 """Runs other programs as parts of experiments."""
 
 import pathlib
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 
 from kvjax.experiments.inputs import run_inputs
 from kvjax.experiments.papers.data_model import Program
+from kvjax.experiments.run import children
 
 
 def chosen(
@@ -66,20 +65,7 @@ def call(
   Raises:
     SystemExit: the program failed, with its own message.
   """
-  code = _run([sys.executable, "-m", *command(program, folder, given)])
-  if code:
-    raise SystemExit(code)
-
-
-def _run(command: Sequence[str]) -> int:
-  """Runs a command; returns its exit code.
-
-  An interrupt ends it as it ends this program. `subprocess.run` would kill it.
-  """
-  with subprocess.Popen(command) as process:
-    try:
-      return process.wait()
-    except KeyboardInterrupt:
-      process.terminate()
-      process.wait()
-      raise
+  module, *arguments = command(program, folder, given)
+  ended = children.run(module, arguments)
+  if ended.code:
+    raise SystemExit(ended.code)
