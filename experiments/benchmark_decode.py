@@ -109,7 +109,9 @@ def main() -> None:
     _time_evictions(_EVERY.value, folder)
     return
   budgets = parse_budgets(_RETENTION.value, _BUDGET.value)
-  chosen = candidates([FULL, *_METHODS.value], budgets)
+  chosen = candidates(
+    [FULL, *_METHODS.value], budgets, seed=run_inputs.SEED.value
+  )
   with _loaded() as (lm, devices):
     length, tokens = _LENGTH.value, _TOKENS.value
     _check_room(lm, {"length": length, "tokens": tokens})

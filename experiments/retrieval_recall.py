@@ -82,7 +82,9 @@ def main() -> None:
   origins = essay_inputs.texts().needle_origins
   folder = outputs.folder(_OUTPUT.value)
   budgets = parse_budgets(_RETENTION.value, _BUDGET.value)
-  chosen = [c for c in candidates(_METHODS.value, budgets) if c.plan.sparse]
+  seed = run_inputs.SEED.value
+  named = candidates(_METHODS.value, budgets, seed=seed)
+  chosen = [candidate for candidate in named if candidate.plan.sparse]
   if not chosen:
     raise InputError(
       f"None of --methods looks anything up; retrieval methods are "
@@ -103,7 +105,12 @@ def main() -> None:
     "versions": environment.versions(),
     "cosine_of_neighboring_queries": cosines,
     "rows": [
-      {"method": c.method, "budget": c.budget, **quality._asdict()}
+      {
+        "method": c.method,
+        "options": c.options,
+        "budget": c.budget,
+        **quality._asdict(),
+      }
       for c, quality in zip(chosen, quality_of, strict=True)
     ],
   }

@@ -148,11 +148,12 @@ def chosen() -> tuple[Candidate, ...]:
 
 
 def _decoding(per_query_head: bool) -> kvjax.Plan | None:
-  """The plan of --decoding."""
+  """The plan of --decoding, with the seed of --seed unless it has one."""
   if _DECODING.value is None:
     return None
   name, budget = split_budget(_DECODING.value)
-  return kvjax.get_plan(name, budget, schedule(), per_query_head)
+  plan = kvjax.get_plan(name, budget, schedule(), per_query_head)
+  return candidates.seeded(name, plan, run_inputs.SEED.value)
 
 
 def _names() -> list[str]:

@@ -82,14 +82,12 @@ def test_records_say_how_a_retention_was_rounded():
   assert down.options == f"{up.options}, rounded as kvpress"
 
 
-def test_a_seed_reaches_what_is_wrapped_and_what_evicts_later():
-  later = kvjax.get_plan("random", kvjax.Tokens(64), kvjax.Schedule(every=16))
+def test_a_seed_reaches_what_is_wrapped():
   names = ["chunked/random", "random", "random:seed=3"]
   budgets = [kvjax.Retention(0.5)]
-  chosen = candidates(names, budgets, decoding=later, seed=7)
+  chosen = candidates(names, budgets, seed=7)
   for candidate, seed in zip(chosen[1:], (7, 7, 3), strict=True):
     assert f"seed={seed}" in str(candidate.plan.method)
-  assert all(c.plan.decoding.method.seed == 7 for c in chosen[1:3])
 
 
 def test_records_say_what_evicts_while_decoding():
@@ -123,6 +121,24 @@ def test_the_flags_name_another_method_while_decoding(parsed):
     assert method_inputs.chosen()[1].plan.decoding == LATER
     words = method_inputs._schedule_words()
     assert words == "every 16 while decoding by keydiff@64"
+
+
+@pytest.mark.parametrize(
+  ("methods", "decoding", "seeds"),
+  [
+    ("random", "random@64", (7, 7)),
+    ("random:seed=2", "random@64", (2, 7)),
+    ("random", "random:seed=3@64", (7, 3)),
+  ],
+)
+def test_what_evicts_while_decoding_has_a_seed_of_its_own(
+  parsed, methods, decoding, seeds
+):
+  with flagsaver.as_parsed(
+    methods=methods, retention="0.5", every="16", decoding=decoding, seed="7"
+  ):
+    plan = method_inputs.chosen()[1].plan
+  assert (plan.method.seed, plan.decoding.method.seed) == seeds
 
 
 def test_all_methods_whose_heads_keep_as_many_may_come_first(parsed):

@@ -102,6 +102,7 @@ def test_the_binary_prints_and_writes_a_table(
     "kvjax.experiments.retrieval_recall",
     f"--model={tiny_directory}",
     "--methods=flat,ctkvr",
+    "--seed=5",
     "--budget=20",
     "--tasks=niah_single_2",
     "--samples=2",
@@ -114,6 +115,7 @@ def test_the_binary_prints_and_writes_a_table(
   assert "| flat | 20 tokens | 100.0 |" in done.stdout
   summary = json.loads((folder / "summary.json").read_text())
   assert [row["method"] for row in summary["rows"]] == ["flat", "ctkvr"]
+  assert "seed=5" in summary["rows"][1]["options"]
   assert summary["rows"][0]["recall"] == 1.0
   assert (folder / "table.md").read_text().strip() == done.stdout.strip()
 
