@@ -64,8 +64,8 @@ def main() -> None:
   """Times first and later calls."""
   jax.config.update("jax_enable_compilation_cache", False)
   depths = _depths()
-  if not _NAMES.value and not _SWEEP.value:
-    raise InputError("--methods is empty; keydiff,adakv would be two.")
+  if not _SWEEP.value:
+    cli.refuse_empty("methods", "keydiff,adakv")
   folder = outputs.folder(_OUTPUT.value)
   cli.announce()
   jobs = []

@@ -28,7 +28,12 @@ import kvjax
 from kvjax import models
 from kvjax.errors import InputError
 from kvjax.experiments import cli
-from kvjax.experiments.inputs import essay_inputs, needle_inputs, run_inputs
+from kvjax.experiments.inputs import (
+  budget_inputs,
+  essay_inputs,
+  needle_inputs,
+  run_inputs,
+)
 from kvjax.experiments.report import formats, wording
 from kvjax.experiments.run import (
   environment,
@@ -36,11 +41,7 @@ from kvjax.experiments.run import (
   progress_bar,
   retrieval_quality,
 )
-from kvjax.experiments.run.candidates import (
-  Candidate,
-  candidates,
-  parse_budgets,
-)
+from kvjax.experiments.run.candidates import Candidate, candidates
 from kvjax.experiments.run.prompting import (
   QUERY_AWARE,
   Prompt,
@@ -53,17 +54,11 @@ from kvjax.registry.registry import RETRIEVALS
 
 flags.adopt_module_key_flags(run_inputs)
 flags.adopt_module_key_flags(needle_inputs)
+flags.adopt_module_key_flags(budget_inputs)
+flags.set_default(budget_inputs.RETENTION, ["0.125", "0.0625"])
 
 _METHODS = flags.DEFINE_list(
   "methods", list(RETRIEVALS), "Retrieval methods or presets, with options."
-)
-_RETENTION = flags.DEFINE_list(
-  "retention",
-  ["0.125", "0.0625"],
-  "Shares of the prompt to retrieve per token.",
-)
-_BUDGET = flags.DEFINE_list(
-  "budget", None, "Keys to retrieve per token, instead of --retention."
 )
 _STEPS = flags.DEFINE_integer(
   "steps",
@@ -77,11 +72,10 @@ _OUTPUT = flags.DEFINE_string("output", "results/retrieval", "Output folder.")
 
 def main() -> None:
   """Checks all flags, then loads the model and measures."""
-  cli.refuse_together("retention", ["budget"], "both say how much to retrieve")
   suite.check_tasks(needle_inputs.TASKS.value)
   origins = essay_inputs.texts().needle_origins
   folder = outputs.folder(_OUTPUT.value)
-  budgets = parse_budgets(_RETENTION.value, _BUDGET.value)
+  budgets = budget_inputs.budgets()
   seed = run_inputs.SEED.value
   named = candidates(_METHODS.value, budgets, seed=seed)
   chosen = [candidate for candidate in named if candidate.plan.sparse]
