@@ -55,7 +55,9 @@ from kvjax.registry.registry import RETRIEVALS
 flags.adopt_module_key_flags(run_inputs)
 flags.adopt_module_key_flags(needle_inputs)
 flags.adopt_module_key_flags(budget_inputs)
-flags.set_default(budget_inputs.RETENTION, ["0.125", "0.0625"])
+# What a token reads is fixed; a share of the prompt would grow with it.
+flags.set_default(budget_inputs.BUDGET, ["512", "128"])
+flags.set_default(budget_inputs.RETENTION, None)
 
 _METHODS = flags.DEFINE_list(
   "methods", list(RETRIEVALS), "Retrieval methods or presets, with options."

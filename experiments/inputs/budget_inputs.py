@@ -18,6 +18,8 @@ BUDGET = flags.DEFINE_list(
 def budgets() -> list[Given]:
   """Returns those of --retention, or of --budget instead.
 
+  Either may have a default; the flag that is given counts.
+
   Raises:
     InputError: both flags are given, or a value is not a number in range.
   """
