@@ -14,14 +14,14 @@ least retention that each context needs. It takes about 15 minutes on two cores.
 the method's scores, and length by how well they predict other contexts.
 --rule=paper is Compactor's rule of two parameters.
 
-The output is triples.jsonl, others.jsonl, held_out.jsonl, summary.json,
-calibration.md, ratio_curves.png, retention_bars.png and a record for each
-method in the folder records; --rule=paper writes reached.jsonl instead of
-others.jsonl. An interrupted run resumes where it stopped. --dry_run says what
-is left to measure and, from a first batch, how long that takes; it stops there.
-The same command with another --rule or --tau, or with fewer samples, methods or
-retentions, fits anew to the measurements that are there. With --multihost,
-hosts that run the same command share the contexts.
+The output is triples.jsonl, others.jsonl, held_out.jsonl, processes.json,
+summary.json, calibration.md, ratio_curves.png, retention_bars.png and a record
+for each method in the folder records; --rule=paper writes reached.jsonl instead
+of others.jsonl. An interrupted run resumes where it stopped. --dry_run says
+what is left to measure and, from a first batch, how long that takes; it stops
+there. The same command with another --rule or --tau, or with fewer samples,
+methods or retentions, fits anew to the measurements that are there. With
+--multihost, hosts that run the same command share the contexts.
 
 Likelihoods are not scores: the last line, also in calibration.md, is a command
 that tests whether scores of tasks stay equal over seeds.
@@ -65,6 +65,7 @@ from kvjax.experiments.inputs import (
   run_inputs,
   text_inputs,
 )
+from kvjax.experiments.inputs.passed_on import passed_on
 from kvjax.experiments.report import wording
 from kvjax.experiments.run import environment, multihost, results
 from kvjax.experiments.run.candidates import (
@@ -75,6 +76,7 @@ from kvjax.experiments.run.candidates import (
   parse_budgets,
 )
 from kvjax.experiments.run.comparison import Work, check_hosts, pending, wanted
+from kvjax.experiments.run.elapsed import Elapsed
 from kvjax.experiments.run.line_files import check_writable
 from kvjax.experiments.run.progress_bar import progress_bar
 
@@ -167,7 +169,8 @@ def main() -> None:
   settings = _settings(choice.data)
   with run_inputs.loaded() as (lm, devices):
     run_inputs.check_lengths(lm, lengths)
-    run = _Run(lm, choice.tasks, lengths, texts, settings, folder)
+    elapsed = Elapsed(folder, environment.device(devices), began)
+    run = _Run(lm, choice.tasks, lengths, texts, settings, folder, elapsed)
     steps = run.steps()
     measuring.check(lm, chosen, steps[_TRIPLES])
     works = run.pending(chosen, steps)
@@ -179,7 +182,6 @@ def main() -> None:
       console.print(note, soft_wrap=True)
     dry_run.announce(lm, works)
     fitted = run.fit(chosen, steps)
-    device = environment.device(devices)
   if not multihost.is_first():
     return
   summary = dataclasses.asdict(settings) | {
@@ -189,9 +191,7 @@ def main() -> None:
     "others": _others(),
     "held_out": _HELD_OUT.value,
     "tau": _TAU.value,
-    "device": device,
-    "versions": environment.versions(),
-    "seconds": round(time.monotonic() - began, 1),
+    **elapsed.summary(),
     "trials": _trials(folder / writing.RECORDS),
     "rows": [method.row(_TAU.value) for method in fitted],
   }
@@ -207,6 +207,7 @@ class _Run(NamedTuple):
   texts: generator.Texts
   settings: results.Settings
   folder: pathlib.Path
+  elapsed: Elapsed
 
   def steps(self) -> dict[str, results.Samples]:
     """Draws the samples of each task for each file, with seeds of their own."""
@@ -267,8 +268,13 @@ class _Run(NamedTuple):
     new = len(set(wanted(chosen, samples)) - store.records.keys())
     # One that is transient leaves nothing behind where there is nothing to do.
     with progress_bar(new, transient=not new) as advance:
+
+      def on_measured(task: str, count: int) -> None:
+        advance(task, count)
+        self.elapsed.note()
+
       return measuring.measure(
-        self.lm, chosen, samples, store, run_inputs.batch(), advance
+        self.lm, chosen, samples, store, run_inputs.batch(), on_measured
       )
 
   def pending(
@@ -344,25 +350,10 @@ def _trials(records: pathlib.Path) -> str:
     [
       *("kvjax", "trials", f"--first_seed={first_seed}", "--"),
       *(f"--{name}={value}" for name, value in values.items()),
-      *_given_flags(),
+      # Every trial has a seed of its own.
+      *passed_on(_SHARED_FLAGS, always=("model", "essay"), never=("seed",)),
     ]
   )
-
-
-def _given_flags() -> list[str]:
-  """The model, the prose, and all given flags that evaluate has, too."""
-  by_module = flags.FLAGS.flags_by_module_dict()
-  shared = [
-    flag for module in _SHARED_FLAGS for flag in by_module[module.__name__]
-  ]
-  always = (run_inputs.MODEL.name, essay_inputs.ESSAY.name)
-  return [
-    flag.serialize()
-    for flag in shared
-    if (flag.present or flag.name in always)
-    # Every trial has its own.
-    and flag.name != run_inputs.SEED.name
-  ]
 
 
 def _chosen() -> list[Candidate]:
