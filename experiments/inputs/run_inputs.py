@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from absl import flags, logging
 
 from kvjax import hosts, kernels, models
-from kvjax.cache.sharding import parse_mesh, split_mesh
+from kvjax.cache.sharding import parse_mesh, parse_sizes, split_mesh
 from kvjax.errors import InputError, InputWarning
 from kvjax.experiments.run import multihost, results, tuned_tables
 from kvjax.kernels.mesh_axes import CONTEXT
@@ -187,6 +187,29 @@ def _kernels(
       )
     overrides[name] = "xla"
   return None, overrides
+
+
+def check_blocks(block: int | None) -> None:
+  """Rejects prompts in blocks where devices share out whole ones.
+
+  It needs no devices, so that it comes before a model is loaded.
+
+  Args:
+    block: tokens of a block, as --block says.
+
+  Raises:
+    InputError: --block is given, and --mesh has an axis "context"; or --mesh is
+      no mesh.
+  """
+  if block is None or _MESH.value is None:
+    return
+  devices = parse_sizes(_MESH.value)[CONTEXT]
+  if devices > 1:
+    raise InputError(
+      f"--block={block} reads prompts in blocks, and --mesh={_MESH.value} "
+      "shares out the tokens of whole prompts; leave out --block, or give the "
+      f"{devices} devices of 'context' to 'data' or 'model'."
+    )
 
 
 def check_batch() -> None:

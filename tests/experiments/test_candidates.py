@@ -148,6 +148,16 @@ def test_all_methods_whose_heads_keep_as_many_may_come_first(parsed):
   assert "adakv" not in names
 
 
+def test_blocks_and_shared_prompts_are_refused_before_a_model_is_loaded(parsed):
+  with flagsaver.as_parsed(block="64", mesh="data:2,model:2"):
+    method_inputs.check_flags()
+  with (
+    flagsaver.as_parsed(block="64", mesh="data:2,context:3"),
+    pytest.raises(InputError, match="or give the 3 devices of 'context' to 'd"),
+  ):
+    method_inputs.check_flags()
+
+
 @pytest.mark.parametrize(
   ("given", "said"),
   [
