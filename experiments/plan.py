@@ -124,11 +124,12 @@ def _use() -> Use:
   Raises:
     InputError: there are several budgets, or see `kvjax.get_plan`.
   """
-  budget, *others = budget_inputs.budgets() or [None]
-  if budget is None or others:
+  budgets = budget_inputs.budgets()
+  if len(budgets) != 1:
     raise InputError(
       "A plan has one budget; give --retention or --budget one number."
     )
+  (budget,) = budgets
   assert not isinstance(budget, Auto)
   schedule = kvjax.Schedule(block=_BLOCK.value, every=_EVERY.value)
   plan = kvjax.get_plan(

@@ -293,7 +293,11 @@ def model_directory() -> pathlib.Path:
 
 def model_name() -> str:
   """Returns the model's name in tables."""
-  directory = model_directory()
+  return name_of(model_directory())
+
+
+def name_of(directory: pathlib.Path) -> str:
+  """Returns the name of a model by its directory or GGUF file, resolved."""
   if directory == catalog.BUNDLED:
     return "kvjax-ref"
   # In the Hugging Face hub's cache: models--ORG--NAME/snapshots/COMMIT.

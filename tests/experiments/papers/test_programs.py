@@ -1,5 +1,6 @@
 """Programs that make experiments are called as they want to be called."""
 
+import json
 import re
 
 import pytest
@@ -82,6 +83,28 @@ def test_what_needs_a_flag_or_its_absence_is_left_out(tmp_path, monkeypatch):
 )
 def test_a_model_of_the_users_brings_the_papers_scale(tmp_path, given, flags):
   assert programs.command(THIRD, tmp_path, given)[2:] == flags
+
+
+def test_a_model_is_of_a_kind_by_its_config_or_else_its_name(tmp_path):
+  folder = tmp_path / "qwen-and-others"
+  llama, own = folder / "Llama-3.1-8B", folder / "my-own"
+  hub = folder / "models--Qwen--Qwen2.5-7B" / "snapshots" / "0a1b2c"
+  for directory in (llama, own, hub):
+    directory.mkdir(parents=True)
+  assert programs.tau_of(str(llama)) == 0.95
+  assert programs.tau_of(str(hub)) == 0.9
+  for kind, tau in (("qwen2", 0.9), ("llama", 0.95)):
+    (own / "config.json").write_text(json.dumps({"model_type": kind}))
+    assert programs.tau_of(str(own)) == tau
+
+
+@pytest.mark.parametrize("name", ["E3.6", "E3.7"])
+def test_words_reach_all_programs_that_draw_samples(tmp_path, name):
+  lines = commands(name, tmp_path, words="wonderwords")
+  *_, calibration, evaluation = lines
+  assert modules([calibration, evaluation]) == ["calibrate", "evaluate"]
+  assert "--words=wonderwords" in calibration
+  assert "--words=wonderwords" in evaluation
 
 
 def commands(name, tmp_path, **given):
