@@ -20,13 +20,11 @@ draws the largest batch against retention into results/plan.png.
 
 import contextlib
 import dataclasses
-import pathlib
 
 import jax
 from absl import flags
 
 import kvjax
-from kvjax import files
 from kvjax.cache.layers import KV_DTYPES
 from kvjax.cache.sharding import parse_sizes
 from kvjax.errors import InputError
@@ -42,7 +40,7 @@ from kvjax.experiments.planning import (
   tables,
 )
 from kvjax.experiments.report import pictures
-from kvjax.experiments.run import outputs, results
+from kvjax.experiments.run import outputs
 from kvjax.experiments.run.progress_bar import progress_bar
 from kvjax.experiments.tpu import chips
 from kvjax.experiments.tpu.engine_programs import Use
@@ -185,9 +183,7 @@ def _search(use: Use) -> None:
       raise InputError(
         f"--chips has {name!r}; there are {', '.join(slices.KINDS)}."
       )
-  output = pathlib.Path(_OUTPUT.value)
-  files.check_replaceable(output)
-  results.check_writable(output.parent)
+  output = outputs.file(_OUTPUT.value)
   _prepare()
   kinds = list(dict.fromkeys(_CHIPS.value))
   drawn = {}

@@ -15,12 +15,11 @@ import pathlib
 import rich.console
 from absl import flags
 
-from kvjax import files
 from kvjax.errors import InputError
 from kvjax.experiments import cli
 from kvjax.experiments.inputs import budget_inputs, run_inputs
 from kvjax.experiments.kept import page
-from kvjax.experiments.run import outputs, results, side_by_side
+from kvjax.experiments.run import outputs, side_by_side
 from kvjax.experiments.run.candidates import FULL, candidates
 from kvjax.experiments.run.progress_bar import progress_bar
 from kvjax.experiments.tasks import prose, suite
@@ -58,11 +57,7 @@ def main() -> None:
       "Nothing is left out; give a method and less than a retention of 1, as "
       "in --methods=keydiff --retention=0.25."
     )
-  output = pathlib.Path(_OUTPUT.value)
-  if output.is_dir():
-    raise InputError(f"{output} is a folder; name the HTML file to write.")
-  files.check_replaceable(output)
-  results.check_writable(output.parent)
+  output = outputs.file(_OUTPUT.value)
   text = _TEXT.value and side_by_side.read_text(pathlib.Path(_TEXT.value))
   console = rich.console.Console(highlight=False)
   with (

@@ -4,7 +4,6 @@ import contextlib
 import functools
 import os
 import pathlib
-import re
 import warnings
 from collections.abc import Iterator, Sequence
 
@@ -15,6 +14,7 @@ from absl import flags, logging
 from kvjax import hosts, kernels, models
 from kvjax.cache.sharding import parse_mesh, parse_sizes, split_mesh
 from kvjax.errors import InputError, InputWarning
+from kvjax.experiments.inputs.number_lists import parse_numbers
 from kvjax.experiments.run import multihost, results, tuned_tables
 from kvjax.kernels.mesh_axes import CONTEXT
 from kvjax.models import catalog
@@ -25,7 +25,6 @@ DEFAULT = "smollm2-135m-instruct"
 REFERENCE = catalog.REFERENCE
 
 _HUB = "models--"
-_NUMBER = re.compile("[1-9][0-9]{0,8}")
 
 MODEL = flags.DEFINE_string(
   "model",
@@ -259,19 +258,46 @@ def check_lengths(lm: models.Pretrained, lengths: Sequence[int]) -> None:
     )
 
 
+def check_part_length(lm: models.Pretrained, length: int) -> None:
+  """Rejects parts of documents that exceed the model's context.
+
+  Args:
+    lm: the model.
+    length: tokens of a part, which has no template.
+
+  Raises:
+    InputError: they are longer than the context.
+  """
+  limit = lm.config.geometry.max_positions
+  if length > limit:
+    raise InputError(
+      f"--length={length} is longer than the context of this model, {limit} "
+      "tokens."
+    )
+
+
+def source(documents: str) -> dict[str, str]:
+  """Returns what identifies a training.
+
+  Args:
+    documents: digest of what is learned.
+  """
+  given = settings()
+  return {
+    "model": given.model,
+    "weights": given.weights,
+    "dtype": given.dtype,
+    "documents": documents,
+  }
+
+
 def parse_lengths(texts: Sequence[str]) -> list[int]:
   """Parses the values of --length, without repetitions.
 
   Raises:
     InputError: a value is not a positive integer.
   """
-  distinct = dict.fromkeys(text.strip() for text in texts)
-  if not distinct or not all(map(_NUMBER.fullmatch, distinct)):
-    raise InputError(
-      f"--length takes numbers of tokens such as 1024,2048; "
-      f"{','.join(texts)[:60]!r} is not."
-    )
-  return [int(text) for text in distinct]
+  return parse_numbers("length", texts, "numbers of tokens such as 1024,2048")
 
 
 def dtype() -> str:
