@@ -18,7 +18,6 @@ cores, five with --sweep.
 """
 
 import functools
-import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,8 +26,8 @@ import numpy as np
 from absl import flags
 
 import kvjax
-from kvjax.errors import InputError
 from kvjax.experiments import cli
+from kvjax.experiments.inputs.number_lists import parse_numbers
 from kvjax.experiments.report import benchmark_tables, wording
 from kvjax.experiments.run import outputs, progress_bar
 from kvjax.experiments.run.environment import device
@@ -54,7 +53,7 @@ _METHODS = (
   *("random", "streaming", "key_norm", "h2o", "tova", "snapkv", "pyramidkv"),
   *("adakv", "chunkkv", "keydiff", "lagkv:lag=128", "compactor", "protokv"),
 )
-_DEPTH = re.compile("[1-9][0-9]{0,3}")
+_DEEPEST = 9999
 _RETENTIONS = (0.5, 0.25, 0.1)
 _SWEEP_LAYERS = 30
 _TOKENS = 128
@@ -64,8 +63,8 @@ def main() -> None:
   """Times first and later calls."""
   jax.config.update("jax_enable_compilation_cache", False)
   depths = _depths()
-  if not _NAMES.value and not _SWEEP.value:
-    raise InputError("--methods is empty; keydiff,adakv would be two.")
+  if not _SWEEP.value:
+    cli.refuse_empty("methods", "keydiff,adakv")
   folder = outputs.folder(_OUTPUT.value)
   cli.announce()
   jobs = []
@@ -92,12 +91,8 @@ def _depths() -> list[int]:
   Raises:
     InputError: a value is no number of layers.
   """
-  if not _LAYERS.value or not all(map(_DEPTH.fullmatch, _LAYERS.value)):
-    raise InputError(
-      "--layers takes numbers of layers such as 4,32; "
-      f"{','.join(_LAYERS.value)[:60]!r} is not."
-    )
-  return sorted({int(depth) for depth in _LAYERS.value})
+  example = "numbers of layers such as 4,32"
+  return sorted(parse_numbers("layers", _LAYERS.value, example, _DEEPEST))
 
 
 def _model(layers: int) -> tuple[kvjax.Model, Any]:

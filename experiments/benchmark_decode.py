@@ -43,10 +43,10 @@ import kvjax
 from kvjax.errors import InputError
 from kvjax.experiments import cli
 from kvjax.experiments.benchmarks import grids
-from kvjax.experiments.inputs import run_inputs
+from kvjax.experiments.inputs import budget_inputs, run_inputs
 from kvjax.experiments.report import benchmark_tables, wording
 from kvjax.experiments.run import outputs
-from kvjax.experiments.run.candidates import FULL, candidates, parse_budgets
+from kvjax.experiments.run.candidates import FULL, candidates
 from kvjax.experiments.run.environment import device
 from kvjax.experiments.run.prompting import Prompt
 from kvjax.experiments.timing import (
@@ -58,18 +58,14 @@ from kvjax.experiments.tpu.published import SHIPPED
 from kvjax.models.pretrained import Pretrained
 
 flags.adopt_module_key_flags(run_inputs)
+flags.adopt_module_key_flags(budget_inputs)
+flags.set_default(budget_inputs.RETENTION, ["0.25", "0.0625"])
 flags.set_default(run_inputs.MODEL, run_inputs.REFERENCE)
 
 _METHODS = flags.DEFINE_list(
   "methods",
   ["keydiff", "adakv", "ctkvr.512"],
   "Methods to compare with the full cache.",
-)
-_RETENTION = flags.DEFINE_list(
-  "retention", ["0.25", "0.0625"], "Shares of the context to keep."
-)
-_BUDGET = flags.DEFINE_list(
-  "budget", None, "Tokens to keep, instead of --retention."
 )
 _SIZES = flags.DEFINE_string(
   "sizes",
@@ -87,7 +83,7 @@ _TARGET = flags.DEFINE_integer(
   "target", 1024, "With --every, tokens that evictions keep.", lower_bound=1
 )
 _LENGTH = flags.DEFINE_integer(
-  "length", 3584, "Tokens of prompt and answer.", lower_bound=1
+  "length", 3584, "Tokens of a prompt; --tokens come after it.", lower_bound=1
 )
 _ROWS = flags.DEFINE_integer("rows", 16, "Prompts per batch.", lower_bound=1)
 _TOKENS = flags.DEFINE_integer(
@@ -101,15 +97,23 @@ _OUTPUT = flags.DEFINE_string("output", "results/decode", "Output folder.")
 
 def main() -> None:
   """Times decoding from each cache in turns."""
-  if not _METHODS.value:
-    raise InputError("--methods is empty; keydiff,flat would be two.")
+  cli.refuse_empty("methods", "keydiff,flat")
+  cli.refuse_together(
+    "every",
+    ["retention", "budget", "length", "tokens"],
+    "evictions start from --target plus --every tokens, and keep --target",
+  )
+  if _TARGET.present and not _EVERY.present:
+    raise InputError("--target is for --every.")
+  budgets = budget_inputs.budgets()
   folder = outputs.folder(_OUTPUT.value)
   cli.announce()
   if _EVERY.value is not None:
     _time_evictions(_EVERY.value, folder)
     return
-  budgets = parse_budgets(_RETENTION.value, _BUDGET.value)
-  chosen = candidates([FULL, *_METHODS.value], budgets)
+  chosen = candidates(
+    [FULL, *_METHODS.value], budgets, seed=run_inputs.SEED.value
+  )
   with _loaded() as (lm, devices):
     length, tokens = _LENGTH.value, _TOKENS.value
     _check_room(lm, {"length": length, "tokens": tokens})

@@ -5,7 +5,7 @@
 checks and times every kernel, decodes with random weights of a published
 model's sizes, and times retrieval and scoring. Every step is a program of its
 own. What it prints goes to STEP.txt in --output, below its command; steps whose
-file is there are not run again. The steps:
+file is there, of the same command, are not run again. The steps:
 
 - check: every kernel beside XLA's program, equal results;
 - kernels: their times, and XLA's;
@@ -22,17 +22,16 @@ It has run on CPUs with small numbers only. --only=decode,sparse runs some.
 import pathlib
 import re
 import shlex
-import signal
-import subprocess
 import sys
 from collections.abc import Sequence
 
 import rich.console
 from absl import flags
 
+from kvjax import files
 from kvjax.errors import InputError
 from kvjax.experiments import cli
-from kvjax.experiments.run import outputs
+from kvjax.experiments.run import children, outputs
 from kvjax.experiments.timing import device_steps
 from kvjax.experiments.tpu.published import SHIPPED, Published
 
@@ -71,18 +70,43 @@ def main() -> None:
   Published.find(_SIZES.value)
   folder = outputs.folder(_OUTPUT.value)
   console = rich.console.Console(highlight=False)
+  chosen = {
+    folder / f"{name}.txt": arguments
+    for name, arguments in device_steps.steps(rows, _SIZES.value, folder)
+    if name.partition("_")[0] in _ONLY.value
+  }
+  for path, arguments in chosen.items():
+    _check_command(path, arguments)
   failed = []
-  for name, arguments in device_steps.steps(rows, _SIZES.value, folder):
-    if name.partition("_")[0] not in _ONLY.value:
-      continue
-    path = folder / f"{name}.txt"
+  for path, arguments in chosen.items():
     if path.exists():
       console.print(f"{path} is there.", soft_wrap=True)
     elif not _run(path, arguments, console):
-      failed.append(name)
+      failed.append(path.stem)
   if failed:
     console.print(f"These steps failed: {', '.join(failed)}.")
     sys.exit(_FAILED)
+
+
+def _command(arguments: Sequence[str]) -> str:
+  """The command of a step, which is the first line of its file."""
+  return f"kvjax {shlex.join(arguments)}"
+
+
+def _check_command(path: pathlib.Path, arguments: Sequence[str]) -> None:
+  """Refuses the file of another command.
+
+  Raises:
+    InputError: the file is there, and its first line is not the step's command.
+  """
+  if not path.exists():
+    return
+  before, _, _ = files.read_text(path).partition("\n")
+  if before != _command(arguments):
+    raise InputError(
+      f"{path} is of another command, {before[:200]!r}; remove it, or choose "
+      "another --output."
+    )
 
 
 def _run(
@@ -90,21 +114,14 @@ def _run(
 ) -> bool:
   """Runs a step and keeps what it prints; returns whether it succeeded."""
   program, *rest = arguments
-  command = f"kvjax {shlex.join(arguments)}"
+  command = _command(arguments)
   console.print(command, markup=False, soft_wrap=True)
   # Progress and errors go to this terminal.
-  done = subprocess.run(
-    [sys.executable, "-m", f"kvjax.experiments.{program}", *rest],
-    stdout=subprocess.PIPE,
-    text=True,
-    check=False,
-  )
-  console.print(done.stdout, markup=False, soft_wrap=True)
-  if done.returncode in (-signal.SIGINT, 128 + signal.SIGINT):
-    raise KeyboardInterrupt
-  if done.returncode:
+  ended = children.run(f"kvjax.experiments.{program}", rest, keep=True)
+  console.print(ended.printed, markup=False, soft_wrap=True)
+  if ended.code:
     return False
-  outputs.write_text(path, f"{command}\n\n{done.stdout}")
+  outputs.write_text(path, f"{command}\n\n{ended.printed}")
   return True
 
 

@@ -150,8 +150,8 @@ def _cases(sizes: cases.Sizes, lengths: Sequence[int]) -> Iterator[cases.Case]:
   """Yields the lines of the table."""
   table = _TABLE.value
   swept = table == "leaderboard"
-  if _NAMES.value == []:
-    raise InputError("--methods is empty; keydiff,snapkv would be two.")
+  if _NAMES.present:
+    cli.refuse_empty("methods", "keydiff,snapkv")
   methods = _NAMES.value or (_SWEPT if swept else _METHODS)
   if table == "compress" and _NAMES.value is None:
     methods = _METHODS[1:]

@@ -48,7 +48,8 @@ _OUTPUT = flags.DEFINE_string("output", "results/sweep", "Output folder.")
 def main() -> None:
   """Times a sweep and its parts in turns."""
   budgets = parse_budgets(_RETENTION.value, None)
-  chosen = candidates(_METHODS.value, budgets)[1:]
+  seed = run_inputs.SEED.value
+  chosen = candidates(_METHODS.value, budgets, seed=seed)[1:]
   if not chosen:
     raise InputError("Only the full cache is left; name methods and budgets.")
   folder = outputs.folder(_OUTPUT.value)

@@ -14,14 +14,14 @@ least retention that each context needs. It takes about 15 minutes on two cores.
 the method's scores, and length by how well they predict other contexts.
 --rule=paper is Compactor's rule of two parameters.
 
-The output is triples.jsonl, others.jsonl, held_out.jsonl, summary.json,
-calibration.md, ratio_curves.png, retention_bars.png and a record for each
-method in the folder records; --rule=paper writes reached.jsonl instead of
-others.jsonl. An interrupted run resumes where it stopped. --dry_run says what
-is left to measure and, from a first batch, how long that takes; it stops there.
-The same command with another --rule or --tau, or with fewer samples, methods or
-retentions, fits anew to the measurements that are there. With --multihost,
-hosts that run the same command share the contexts.
+The output is triples.jsonl, others.jsonl, held_out.jsonl, processes.json,
+summary.json, calibration.md, ratio_curves.png, retention_bars.png and a record
+for each method in the folder records; --rule=paper writes reached.jsonl instead
+of others.jsonl. An interrupted run resumes where it stopped. --dry_run says
+what is left to measure and, from a first batch, how long that takes; it stops
+there. The same command with another --rule or --tau, or with fewer samples,
+methods or retentions, fits anew to the measurements that are there. With
+--multihost, hosts that run the same command share the contexts.
 
 Likelihoods are not scores: the last line, also in calibration.md, is a command
 that tests whether scores of tasks stay equal over seeds.
@@ -29,7 +29,9 @@ that tests whether scores of tasks stay equal over seeds.
 compare and evaluate read the records by --calibrations=DIR, or from the folder
 `calibrations` in the model's directory if copied there.
 
-Without --essay, needles are hidden in prose that comes with kvjax. Tasks whose
+Without --essay, needles are hidden in prose that comes with kvjax, in chapters
+that its reference model has learned from: a likelihood predicts how much a
+context can be compressed only if the model knows this kind of text. Tasks whose
 texts are missing are left out.
 
 Source: Chari and Van Durme, arXiv 2507.08143, Section 3.4.
@@ -51,16 +53,19 @@ from kvjax.calibration.fields import Preset
 from kvjax.calibration.record import check_tau
 from kvjax.errors import InputError
 from kvjax.experiments import cli
+from kvjax.experiments.benchmarks import essays
 from kvjax.experiments.benchmarks.ruler import generator
 from kvjax.experiments.calibration import dry_run, fits, measuring, writing
 from kvjax.experiments.calibration.fits import PAPER, PREFILL
 from kvjax.experiments.calibration.measuring import Measurement, Measurements
 from kvjax.experiments.inputs import (
   dry_run_inputs,
+  essay_inputs,
   host_inputs,
   run_inputs,
   text_inputs,
 )
+from kvjax.experiments.inputs.passed_on import passed_on
 from kvjax.experiments.report import wording
 from kvjax.experiments.run import environment, multihost, results
 from kvjax.experiments.run.candidates import (
@@ -71,12 +76,13 @@ from kvjax.experiments.run.candidates import (
   parse_budgets,
 )
 from kvjax.experiments.run.comparison import Work, check_hosts, pending, wanted
+from kvjax.experiments.run.elapsed import Elapsed
 from kvjax.experiments.run.line_files import check_writable
 from kvjax.experiments.run.progress_bar import progress_bar
-from kvjax.experiments.tasks import prose
 
 for module in (dry_run_inputs, run_inputs, text_inputs, host_inputs):
   flags.adopt_module_key_flags(module)
+flags.set_default(essay_inputs.ESSAY, essays.TRAINING)
 
 _TASKS = flags.DEFINE_list(
   "tasks",
@@ -143,6 +149,8 @@ _OUTPUT = flags.DEFINE_string("output", "results/calibration", "Output folder.")
 _TRIPLES, _MORE, _HELD = "triples.jsonl", "others.jsonl", "held_out.jsonl"
 _REACHED = "reached.jsonl"
 _SEEDS = {_TRIPLES: 0, _MORE: 1, _HELD: 2, _REACHED: 2}
+# Of flags that evaluate has, too.
+_SHARED_FLAGS = (essay_inputs, run_inputs, text_inputs)
 
 
 def main() -> None:
@@ -152,7 +160,7 @@ def main() -> None:
   folder = pathlib.Path(_OUTPUT.value)
   chosen, lengths = _chosen(), run_inputs.parse_lengths(_LENGTH.value)
   check_tau(_TAU.value)
-  texts = _texts()
+  texts = text_inputs.texts()
   choice = generator.choose(_TASKS.value, texts)
   check_writable(folder)
   console = host_inputs.console()
@@ -161,7 +169,8 @@ def main() -> None:
   settings = _settings(choice.data)
   with run_inputs.loaded() as (lm, devices):
     run_inputs.check_lengths(lm, lengths)
-    run = _Run(lm, choice.tasks, lengths, texts, settings, folder)
+    elapsed = Elapsed(folder, environment.device(devices), began)
+    run = _Run(lm, choice.tasks, lengths, texts, settings, folder, elapsed)
     steps = run.steps()
     measuring.check(lm, chosen, steps[_TRIPLES])
     works = run.pending(chosen, steps)
@@ -173,7 +182,6 @@ def main() -> None:
       console.print(note, soft_wrap=True)
     dry_run.announce(lm, works)
     fitted = run.fit(chosen, steps)
-    device = environment.device(devices)
   if not multihost.is_first():
     return
   summary = dataclasses.asdict(settings) | {
@@ -183,9 +191,7 @@ def main() -> None:
     "others": _others(),
     "held_out": _HELD_OUT.value,
     "tau": _TAU.value,
-    "device": device,
-    "versions": environment.versions(),
-    "seconds": round(time.monotonic() - began, 1),
+    **elapsed.summary(),
     "trials": _trials(folder / writing.RECORDS),
     "rows": [method.row(_TAU.value) for method in fitted],
   }
@@ -201,6 +207,7 @@ class _Run(NamedTuple):
   texts: generator.Texts
   settings: results.Settings
   folder: pathlib.Path
+  elapsed: Elapsed
 
   def steps(self) -> dict[str, results.Samples]:
     """Draws the samples of each task for each file, with seeds of their own."""
@@ -261,8 +268,13 @@ class _Run(NamedTuple):
     new = len(set(wanted(chosen, samples)) - store.records.keys())
     # One that is transient leaves nothing behind where there is nothing to do.
     with progress_bar(new, transient=not new) as advance:
+
+      def on_measured(task: str, count: int) -> None:
+        advance(task, count)
+        self.elapsed.note()
+
       return measuring.measure(
-        self.lm, chosen, samples, store, run_inputs.batch(), advance
+        self.lm, chosen, samples, store, run_inputs.batch(), on_measured
       )
 
   def pending(
@@ -319,10 +331,12 @@ def _too_few(parts: int) -> str:
 
 
 def _trials(records: pathlib.Path) -> str:
-  """The command that compares scores at the calibrated retentions."""
+  """The command that compares scores at the calibrated retentions.
+
+  Its samples are none of those that the records were fitted to or tested with.
+  """
   methods = list(dict.fromkeys(_METHODS.value))
   values = {
-    "model": run_inputs.MODEL.value,
     "methods": ",".join(methods),
     "tasks": ",".join(_TASKS.value),
     "length": ",".join(_LENGTH.value),
@@ -331,10 +345,15 @@ def _trials(records: pathlib.Path) -> str:
     "tau": f"{_TAU.value:g}",
     "calibrations": str(records),
   }
-  if flags.FLAGS["essay"].present:
-    values["essay"] = str(flags.FLAGS["essay"].value)
-  flags_of_evaluate = [f"--{name}={value}" for name, value in values.items()]
-  return shlex.join(["kvjax", "trials", "--", *flags_of_evaluate])
+  first_seed = run_inputs.SEED.value + max(_SEEDS.values()) + 1
+  return shlex.join(
+    [
+      *("kvjax", "trials", f"--first_seed={first_seed}", "--"),
+      *(f"--{name}={value}" for name, value in values.items()),
+      # Every trial has a seed of its own.
+      *passed_on(_SHARED_FLAGS, always=("model", "essay"), never=("seed",)),
+    ]
+  )
 
 
 def _chosen() -> list[Candidate]:
@@ -361,19 +380,6 @@ def _chosen() -> list[Candidate]:
         "that evict."
       )
   return chosen
-
-
-def _texts() -> generator.Texts:
-  """Reads the user's texts, or the bundled model's training prose.
-
-  A likelihood predicts how much a context can be compressed only if the model
-  knows this kind of text.
-  """
-  texts = text_inputs.texts()
-  if flags.FLAGS["essay"].present:
-    return texts
-  origins = {**texts.origins, "essay": f"{prose.SOURCE}, chapters of training"}
-  return dataclasses.replace(texts, essay="train", origins=origins)
 
 
 def _settings(data: dict[str, str]) -> results.Settings:

@@ -12,24 +12,19 @@ of every program read, and triattention:statistics=FILE. With the bundled model,
 11,000 tokens take about half a minute on two cores.
 """
 
-import pathlib
-
 from absl import flags
 
 import kvjax
-from kvjax.errors import InputError
 from kvjax.experiments import cli
 from kvjax.experiments.finetuning import documents
-from kvjax.experiments.inputs import run_inputs
+from kvjax.experiments.inputs import document_inputs, run_inputs
 from kvjax.experiments.report import wording
-from kvjax.experiments.run import results
+from kvjax.experiments.run import outputs
 from kvjax.experiments.run.progress_bar import progress_bar
 
-flags.adopt_module_key_flags(run_inputs)
+for module in (document_inputs, run_inputs):
+  flags.adopt_module_key_flags(module)
 
-_DOCUMENTS = flags.DEFINE_string(
-  "documents", None, "Folder of .txt and .md files to read."
-)
 _LENGTH = flags.DEFINE_integer(
   "length", 2048, "Maximum tokens of a chunk of a document.", lower_bound=16
 )
@@ -47,25 +42,11 @@ _SINKS = 4
 
 def main() -> None:
   """Measures and writes the file."""
-  if _DOCUMENTS.value is None:
-    raise InputError(
-      "Name a folder of .txt and .md files to read: --documents=DIR."
-    )
-  output = pathlib.Path(_OUTPUT.value)
-  if {":", ","} & {*str(output)}:
-    raise InputError(
-      f"--output={output} cannot be named as an option of a method; give a "
-      "file without colons and commas."
-    )
-  results.check_writable(output.absolute().parent)
-  texts = documents.read(pathlib.Path(_DOCUMENTS.value))
+  outputs.check_option(_OUTPUT.value)
+  output = outputs.file(_OUTPUT.value)
+  texts = document_inputs.read()
   with run_inputs.loaded() as (lm, _):
-    limit = lm.config.geometry.max_positions
-    if _LENGTH.value > limit:
-      raise InputError(
-        f"--length={_LENGTH.value} is longer than the context of this model, "
-        f"{limit} tokens."
-      )
+    run_inputs.check_part_length(lm, _LENGTH.value)
     parts = documents.chunks(texts, lm.text, _LENGTH.value, 1)
     rows = [
       row[:count].tolist()

@@ -254,6 +254,20 @@ def refuse_together(one: str, excluded: Sequence[str], reason: str) -> None:
       raise InputError(f"--{one} and --{other} do not go together: {reason}.")
 
 
+def refuse_empty(name: str, two: str) -> None:
+  """Rejects a list without values.
+
+  Args:
+    name: the flag.
+    two: two values that it could have.
+
+  Raises:
+    InputError: the list is empty.
+  """
+  if not flags.FLAGS[name].value:
+    raise InputError(f"--{name} is empty; {two} would be two.")
+
+
 def announce() -> None:
   """Says on stderr how long the program takes, in the words of its help.
 

@@ -86,15 +86,6 @@ def _recipe() -> Recipe:
   )
 
 
-def _check_length(lm: models.Pretrained) -> None:
-  limit = lm.config.geometry.max_positions
-  if _LENGTH.value > limit:
-    raise InputError(
-      f"--length={_LENGTH.value} is longer than the context of this model, "
-      f"{limit} tokens."
-    )
-
-
 def main() -> None:
   """Fine-tunes, then writes adapters and model."""
   host_inputs.start()
@@ -103,7 +94,7 @@ def main() -> None:
   texts, recipe = document_inputs.read(_SAMPLES.value), _recipe()
   with run_inputs.loaded() as (lm, _):
     run_inputs.check_batch()
-    _check_length(lm)
+    run_inputs.check_part_length(lm, _LENGTH.value)
     parts = documents.chunks(texts, lm.text, _LENGTH.value, training.QUERIES)
     host_inputs.console().print(
       f"{wording.count(len(texts), 'document')} of {sum(parts.lengths):,} "
@@ -112,13 +103,7 @@ def main() -> None:
     cli.announce()
     digest = documents.digest(parts)
     multihost.check_same({"documents": digest})
-    source = {
-      "model": run_inputs.model_name(),
-      "weights": run_inputs.settings().weights,
-      "dtype": run_inputs.dtype(),
-      "documents": digest,
-      "length": _LENGTH.value,
-    }
+    source = run_inputs.source(digest) | {"length": _LENGTH.value}
     multihost.on_first(lambda: output.mkdir(parents=True, exist_ok=True))
     tuner = Tuner(output, lm, parts, recipe, source)
     tuner.run()

@@ -12,6 +12,7 @@ _WIDTH = 80
 # The modules that define the flags of several programs, in this order.
 SUBJECTS = {
   "method_inputs": "Methods and budgets",
+  "budget_inputs": "Budgets",
   "benchmark_inputs": "Benchmark",
   "needle_inputs": "Tasks",
   "essay_inputs": "Prose and keys of needles",

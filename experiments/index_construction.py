@@ -38,6 +38,7 @@ from absl import flags
 from kvjax.errors import InputError
 from kvjax.experiments import cli
 from kvjax.experiments.inputs import run_inputs
+from kvjax.experiments.inputs.number_lists import parse_numbers
 from kvjax.experiments.report import formats, wording
 from kvjax.experiments.run import environment, outputs
 from kvjax.experiments.run.progress_bar import progress_bar
@@ -73,6 +74,7 @@ _OUTPUT = flags.DEFINE_string(
 )
 
 
+# Its keys take gigabytes.
 _LONGEST = 2**24
 
 
@@ -195,16 +197,10 @@ def _lengths(retrieval: CTkvr) -> list[int]:
   """Parses --lengths.
 
   Raises:
-    InputError: a value is no number, or too small for a selection.
+    InputError: a value is no number, too large, or too small for a selection.
   """
-  try:
-    lengths = [int(text) for text in _LENGTHS.value]
-  except ValueError as error:
-    raise InputError(
-      f"--lengths takes whole numbers such as 4096,8192: {error}."
-    ) from error
-  if not lengths:
-    raise InputError("--lengths is empty; 4096,8192 would be two.")
+  example = "numbers of tokens such as 4096,8192"
+  lengths = parse_numbers("lengths", _LENGTHS.value, example, _LONGEST)
   resident = retrieval.sinks + retrieval.local
   shortest = resident + retrieval.keys + 1
   for length in lengths:
@@ -212,11 +208,6 @@ def _lengths(retrieval: CTkvr) -> list[int]:
       raise InputError(
         f"--lengths must be {shortest} or more, as {resident} tokens are "
         f"resident and --reads={retrieval.keys} of the others are read; "
-        f"{length} is not."
-      )
-    if length > _LONGEST:
-      raise InputError(
-        f"--lengths must be at most {_LONGEST}, whose keys take gigabytes; "
         f"{length} is not."
       )
   return lengths

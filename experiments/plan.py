@@ -20,18 +20,17 @@ draws the largest batch against retention into results/plan.png.
 
 import contextlib
 import dataclasses
-import pathlib
 
 import jax
 from absl import flags
 
 import kvjax
-from kvjax import files
 from kvjax.cache.layers import KV_DTYPES
 from kvjax.cache.sharding import parse_sizes
 from kvjax.errors import InputError
 from kvjax.experiments import cli, exits
 from kvjax.experiments.calibration.record_files import Auto
+from kvjax.experiments.inputs import budget_inputs
 from kvjax.experiments.planning import (
   batches,
   compiling,
@@ -41,12 +40,13 @@ from kvjax.experiments.planning import (
   tables,
 )
 from kvjax.experiments.report import pictures
-from kvjax.experiments.run import outputs, results
-from kvjax.experiments.run.candidates import parse_budgets
+from kvjax.experiments.run import outputs
 from kvjax.experiments.run.progress_bar import progress_bar
 from kvjax.experiments.tpu import chips
 from kvjax.experiments.tpu.engine_programs import Use
 from kvjax.experiments.tpu.published import SHIPPED, Published
+
+flags.adopt_module_key_flags(budget_inputs)
 
 _MODEL = flags.DEFINE_string(
   "model",
@@ -78,12 +78,6 @@ _BATCH = flags.DEFINE_integer(
 _METHOD = flags.DEFINE_string(
   "method", "keydiff", "Method or preset, with options and prefixes."
 )
-_RETENTION = flags.DEFINE_string(
-  "retention", "0.25", "Share of the context to keep, or to retrieve per token."
-)
-_BUDGET = flags.DEFINE_string(
-  "budget", None, "Tokens to keep or to retrieve, instead of --retention."
-)
 _BLOCK = flags.DEFINE_integer(
   "block", None, "Tokens per prompt block; default: one block.", lower_bound=1
 )
@@ -111,7 +105,6 @@ _COMPILED = 4
 def main() -> None:
   """Checks all flags, then compiles."""
   cli.refuse_together("search", ["slice", "mesh"], "it chooses among slices")
-  cli.refuse_together("budget", ["retention"], "both say how much to keep")
   for name in ("chips", "output"):
     if flags.FLAGS[name].present and not _SEARCH.value:
       raise InputError(f"--{name} is for --search.")
@@ -124,10 +117,17 @@ def main() -> None:
 
 
 def _use() -> Use:
-  """Reads what is planned from the flags."""
-  (budget,) = parse_budgets(
-    [_RETENTION.value], None if _BUDGET.value is None else [_BUDGET.value]
-  )
+  """Reads what is planned from the flags.
+
+  Raises:
+    InputError: there are several budgets, or see `kvjax.get_plan`.
+  """
+  budgets = budget_inputs.budgets()
+  if len(budgets) != 1:
+    raise InputError(
+      "A plan has one budget; give --retention or --budget one number."
+    )
+  (budget,) = budgets
   assert not isinstance(budget, Auto)
   schedule = kvjax.Schedule(block=_BLOCK.value, every=_EVERY.value)
   plan = kvjax.get_plan(
@@ -183,9 +183,7 @@ def _search(use: Use) -> None:
       raise InputError(
         f"--chips has {name!r}; there are {', '.join(slices.KINDS)}."
       )
-  output = pathlib.Path(_OUTPUT.value)
-  files.check_replaceable(output)
-  results.check_writable(output.parent)
+  output = outputs.file(_OUTPUT.value)
   _prepare()
   kinds = list(dict.fromkeys(_CHIPS.value))
   drawn = {}

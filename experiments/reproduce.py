@@ -71,7 +71,7 @@ _TAU = flags.DEFINE_float(
   None,
   "Share of quality that E3.5 to E3.7 preserve; the default is the paper's.",
 )
-flags.DEFINE_bool(
+_TRIALS = flags.DEFINE_bool(
   "trials",
   False,
   "Also repeats E3.6 and E3.7 on LongBench in 20 trials with other sketches.",
@@ -141,14 +141,20 @@ def main(ids: Sequence[str]) -> None:
 def _check_overrides(
   chosen: Sequence[Experiment], given: Mapping[str, str], sources: Sources
 ) -> None:
-  """Rejects --tau, --tasks and --length before anything runs or is written.
+  """Rejects overrides before anything runs or is written.
 
   Raises:
-    InputError: --tau is no share, an experiment or one of its programs lacks a
-      task or its texts, or it compares lengths.
+    InputError: --tau is no share, an experiment does not read it or has no
+      trials, an experiment or one of its programs lacks a task or its texts, or
+      it compares lengths.
   """
   if _TAU.value is not None:
     check_tau(_TAU.value)
+    for experiment in chosen:
+      if not any("tau" in each.takes for each in experiment.programs):
+        raise InputError(f"--tau is for E3.5 to E3.7, not for {experiment.id}.")
+  if _TRIALS.value:
+    _check_trials(chosen, given)
   tasks = _TASKS.value
   for experiment in chosen:
     for part in experiment.parts:
@@ -158,6 +164,27 @@ def _check_overrides(
     called = programs.chosen(experiment.programs, given)
     if tasks is not None and any("tasks" in each.takes for each in called):
       generator.choose(tasks, sources.texts)
+
+
+def _check_trials(
+  chosen: Sequence[Experiment], given: Mapping[str, str]
+) -> None:
+  """Rejects --trials where there would be none.
+
+  Raises:
+    InputError: an experiment has no trials, or they lack their data.
+  """
+  for experiment in chosen:
+    if not any(_TRIALS.name in each.needs for each in experiment.programs):
+      raise InputError(
+        f"--trials is for E3.6 and E3.7, not for {experiment.id}."
+      )
+    called = programs.chosen(experiment.programs, given)
+    if not any(_TRIALS.name in each.needs for each in called):
+      raise InputError(
+        f"--trials repeats {experiment.id} on LongBench; give its --data, with "
+        "a --model that can answer it."
+      )
 
 
 def _given() -> dict[str, str]:

@@ -28,7 +28,12 @@ import kvjax
 from kvjax import models
 from kvjax.errors import InputError
 from kvjax.experiments import cli
-from kvjax.experiments.inputs import essay_inputs, needle_inputs, run_inputs
+from kvjax.experiments.inputs import (
+  budget_inputs,
+  essay_inputs,
+  needle_inputs,
+  run_inputs,
+)
 from kvjax.experiments.report import formats, wording
 from kvjax.experiments.run import (
   environment,
@@ -36,11 +41,7 @@ from kvjax.experiments.run import (
   progress_bar,
   retrieval_quality,
 )
-from kvjax.experiments.run.candidates import (
-  Candidate,
-  candidates,
-  parse_budgets,
-)
+from kvjax.experiments.run.candidates import Candidate, candidates
 from kvjax.experiments.run.prompting import (
   QUERY_AWARE,
   Prompt,
@@ -53,17 +54,13 @@ from kvjax.registry.registry import RETRIEVALS
 
 flags.adopt_module_key_flags(run_inputs)
 flags.adopt_module_key_flags(needle_inputs)
+flags.adopt_module_key_flags(budget_inputs)
+# What a token reads is fixed; a share of the prompt would grow with it.
+flags.set_default(budget_inputs.BUDGET, ["512", "128"])
+flags.set_default(budget_inputs.RETENTION, None)
 
 _METHODS = flags.DEFINE_list(
   "methods", list(RETRIEVALS), "Retrieval methods or presets, with options."
-)
-_RETENTION = flags.DEFINE_list(
-  "retention",
-  ["0.125", "0.0625"],
-  "Shares of the prompt to retrieve per token.",
-)
-_BUDGET = flags.DEFINE_list(
-  "budget", None, "Keys to retrieve per token, instead of --retention."
 )
 _STEPS = flags.DEFINE_integer(
   "steps",
@@ -77,12 +74,13 @@ _OUTPUT = flags.DEFINE_string("output", "results/retrieval", "Output folder.")
 
 def main() -> None:
   """Checks all flags, then loads the model and measures."""
-  cli.refuse_together("retention", ["budget"], "both say how much to retrieve")
   suite.check_tasks(needle_inputs.TASKS.value)
   origins = essay_inputs.texts().needle_origins
   folder = outputs.folder(_OUTPUT.value)
-  budgets = parse_budgets(_RETENTION.value, _BUDGET.value)
-  chosen = [c for c in candidates(_METHODS.value, budgets) if c.plan.sparse]
+  budgets = budget_inputs.budgets()
+  seed = run_inputs.SEED.value
+  named = candidates(_METHODS.value, budgets, seed=seed)
+  chosen = [candidate for candidate in named if candidate.plan.sparse]
   if not chosen:
     raise InputError(
       f"None of --methods looks anything up; retrieval methods are "
@@ -103,7 +101,12 @@ def main() -> None:
     "versions": environment.versions(),
     "cosine_of_neighboring_queries": cosines,
     "rows": [
-      {"method": c.method, "budget": c.budget, **quality._asdict()}
+      {
+        "method": c.method,
+        "options": c.options,
+        "budget": c.budget,
+        **quality._asdict(),
+      }
       for c, quality in zip(chosen, quality_of, strict=True)
     ],
   }

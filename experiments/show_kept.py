@@ -15,18 +15,18 @@ import pathlib
 import rich.console
 from absl import flags
 
-from kvjax import files
 from kvjax.errors import InputError
 from kvjax.experiments import cli
-from kvjax.experiments.inputs import run_inputs
+from kvjax.experiments.inputs import budget_inputs, run_inputs
 from kvjax.experiments.kept import page
-from kvjax.experiments.run import outputs, results, side_by_side
-from kvjax.experiments.run.candidates import FULL, candidates, parse_budgets
+from kvjax.experiments.run import outputs, side_by_side
+from kvjax.experiments.run.candidates import FULL, candidates
 from kvjax.experiments.run.progress_bar import progress_bar
 from kvjax.experiments.tasks import prose, suite
 
 for name in ("model", "mesh", "kernels", "kernels_table", "dtype"):
   flags.declare_key_flag(name)
+flags.adopt_module_key_flags(budget_inputs)
 
 _TEXT = flags.DEFINE_string(
   "text", None, "Text file to show; the default is prose with a needle."
@@ -36,12 +36,6 @@ _METHODS = flags.DEFINE_list(
   ["snapkv", "keydiff"],
   "Methods or presets, side by side, with options as in "
   "keydiff:anchor=median_unit.",
-)
-_RETENTION = flags.DEFINE_list(
-  "retention", ["0.25"], "Shares of the text to keep, or to retrieve per token."
-)
-_BUDGET = flags.DEFINE_list(
-  "budget", None, "Tokens to keep or to retrieve, instead of --retention."
 )
 _QUESTION = flags.DEFINE_string(
   "question",
@@ -56,19 +50,14 @@ _TASK, _LENGTH = "niah_single_2", 768
 
 def main() -> None:
   """Checks all flags, then loads the model."""
-  cli.refuse_together("retention", ["budget"], "both say how much to keep")
-  budgets = parse_budgets(_RETENTION.value, _BUDGET.value)
+  budgets = budget_inputs.budgets()
   chosen = [c for c in candidates(_METHODS.value, budgets) if c.method != FULL]
   if not chosen:
     raise InputError(
       "Nothing is left out; give a method and less than a retention of 1, as "
       "in --methods=keydiff --retention=0.25."
     )
-  output = pathlib.Path(_OUTPUT.value)
-  if output.is_dir():
-    raise InputError(f"{output} is a folder; name the HTML file to write.")
-  files.check_replaceable(output)
-  results.check_writable(output.parent)
+  output = outputs.file(_OUTPUT.value)
   text = _TEXT.value and side_by_side.read_text(pathlib.Path(_TEXT.value))
   console = rich.console.Console(highlight=False)
   with (

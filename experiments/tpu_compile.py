@@ -27,10 +27,9 @@ from importlib import metadata
 import jax
 from absl import flags
 
-from kvjax import files
 from kvjax.errors import InputError
 from kvjax.experiments import cli
-from kvjax.experiments.run import results
+from kvjax.experiments.run import outputs
 from kvjax.experiments.run.progress_bar import progress_bar
 from kvjax.experiments.tpu import chips, programs
 from kvjax.experiments.tpu.engine_programs import engine_programs
@@ -40,7 +39,7 @@ from kvjax.experiments.tpu.programs import Outcome, Program
 from kvjax.experiments.tpu.published import LLAMA
 
 # From the root of the checkout, where make runs.
-_PAGE = pathlib.Path("docs", "tpu_compile.md")
+_PAGE = "docs/tpu_compile.md"
 _PACKAGES = ("kvjax", "jax", "jaxlib", "libtpu")
 _QUICK_LAYERS = 2
 
@@ -77,9 +76,6 @@ def main() -> None:
   wanted = _wanted()
   names = ["v5e"] if _QUICK.value else _chip_names()
   output = _output()
-  if output is not None:
-    files.check_replaceable(output)
-    results.check_writable(output.parent)
   chips.prepare_libtpu()
   if not _QUICK.value:
     cli.announce()
@@ -112,12 +108,12 @@ def _chip_names() -> list[str]:
 
 
 def _output() -> pathlib.Path | None:
-  """Returns the file to write, if any."""
+  """Returns the file to write, if any; errors are those of `outputs.file`."""
   if _OUTPUT.value is not None:
-    return pathlib.Path(_OUTPUT.value)
+    return outputs.file(_OUTPUT.value)
   parts = ("chips", "only", "layers", "quick")
   complete = not any(flags.FLAGS[name].present for name in parts)
-  return _PAGE if complete else None
+  return outputs.file(_PAGE) if complete else None
 
 
 def _compiled(wanted: Sequence[Program], names: Sequence[str]) -> list[Outcome]:

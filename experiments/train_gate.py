@@ -29,7 +29,7 @@ from kvjax.experiments.gate_training.fitting import Kind, Recipe
 from kvjax.experiments.gate_training.trainer import Trainer
 from kvjax.experiments.inputs import document_inputs, run_inputs
 from kvjax.experiments.report import wording
-from kvjax.experiments.run import outputs, results
+from kvjax.experiments.run import outputs
 from kvjax.prompts import Prompts, bucket
 from kvjax.repeat_request import RepeatRequest
 
@@ -72,11 +72,7 @@ _STEP = flags.DEFINE_integer(
 
 
 def _check_flags() -> None:
-  if {":", ","} & {*_OUTPUT.value}:
-    raise InputError(
-      f"--output={_OUTPUT.value} cannot be named as an option of a method; "
-      "give a folder without colons and commas."
-    )
+  outputs.check_option(_OUTPUT.value)
   if not 0 < _RATE.value <= 1:
     raise InputError(
       f"--learning_rate is a number above 0 and at most 1; it is {_RATE.value}."
@@ -125,12 +121,7 @@ def main() -> None:
       _STEP.value,
       run_inputs.SEED.value,
     )
-    source = {
-      "model": run_inputs.model_name(),
-      "weights": results.digest(run_inputs.model_directory()),
-      "dtype": run_inputs.dtype(),
-      "documents": documents.digest(Prompts.of(rows)),
-    }
+    source = run_inputs.source(documents.digest(Prompts.of(rows)))
     summary = Trainer(output, lm, rows, _TOKENS.value, recipe, source).run()
   by_layer = list(summary["r2"].values())
   print(

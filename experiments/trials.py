@@ -3,8 +3,10 @@
   kvjax trials --trials=20 -- --methods=compactor
 
 runs `kvjax evaluate` with the flags after `--` and a seed for each trial, from
-0 on. Sketches and random choices differ between trials, and so do the samples
-of generated benchmarks. Then it prints the mean score of each method and budget
+--first_seed on. Sketches and random choices differ between trials, and so do
+the samples of generated benchmarks. `kvjax calibrate` draws samples with its
+--seed and the next two; to test its records, begin after them, as the command
+that it prints does. Then it prints the mean score of each method and budget
 over the trials and one-way analyses of variance (ANOVA) of all methods, and of
 each method with the full cache. A large p-value there does not show that scores
 are equal. A small one in the last column does: it is the p-value of two
@@ -21,8 +23,6 @@ saying more.
 """
 
 import pathlib
-import subprocess
-import sys
 from collections.abc import Sequence
 
 import rich.console
@@ -32,9 +32,15 @@ from kvjax.errors import InputError
 from kvjax.experiments import cli
 from kvjax.experiments.report import formats, run_files
 from kvjax.experiments.report.anova import compare, scores_of
-from kvjax.experiments.run import outputs, results
+from kvjax.experiments.run import children, outputs, results
 
 _TRIALS = flags.DEFINE_integer("trials", 20, "Number of trials.", lower_bound=2)
+_FIRST_SEED = flags.DEFINE_integer(
+  "first_seed",
+  0,
+  "Seed of the first trial; the others have the next ones.",
+  lower_bound=0,
+)
 _MARGIN = flags.DEFINE_float(
   "margin", 5.0, "Difference of scores, in points of 100, that counts as none."
 )
@@ -58,10 +64,12 @@ def main(arguments: Sequence[str]) -> None:
         "--output goes before."
       )
   results.check_writable(output)
-  folders = [output / f"seed_{seed}" for seed in range(_TRIALS.value)]
-  for seed, folder in enumerate(folders):
+  first, runs = _FIRST_SEED.value, []
+  for seed in range(first, first + _TRIALS.value):
+    folder = output / f"seed_{seed}"
     _evaluate([*arguments, f"--seed={seed}", f"--output={folder}"])
-  scores = scores_of(run_files.find(folders))
+    runs.append(run_files.find_one(folder))
+  scores = scores_of(runs)
   table = compare(scores, _MARGIN.value)
   console = rich.console.Console(highlight=False)
   console.print(table)
@@ -80,10 +88,9 @@ def _evaluate(arguments: Sequence[str]) -> None:
   Raises:
     SystemExit: it failed, with its own message.
   """
-  run = [sys.executable, "-m", "kvjax.experiments.evaluate", *arguments]
-  code = subprocess.run(run).returncode
-  if code:
-    raise SystemExit(code)
+  ended = children.run("kvjax.experiments.evaluate", arguments)
+  if ended.code:
+    raise SystemExit(ended.code)
 
 
 if __name__ == "__main__":

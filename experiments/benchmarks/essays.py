@@ -14,6 +14,8 @@ from kvjax.models.json_files import read_json, read_text
 from kvjax.models.wheels import Wheel, WheelFile
 
 KING_JAMES = "king_james"
+# The chapters of `prose` that the reference model has learned from.
+TRAINING = "training_chapters"
 
 # The minimum number of sentences for a choice of needle positions.
 _LEAST_SENTENCES = 40
@@ -63,6 +65,11 @@ NAMED: Mapping[str, _NamedText] = {
     _king_james,
   )
 }
+
+
+def is_training(essay: pathlib.Path) -> bool:
+  """Returns whether it names `TRAINING`; an existing path takes precedence."""
+  return str(essay) == TRAINING and not os.path.exists(essay)
 
 
 def read(essay: pathlib.Path) -> tuple[str, ...]:

@@ -15,7 +15,9 @@ from absl import logging
 from kvjax import files
 from kvjax.errors import InputError
 from kvjax.experiments.gate_training import examples, fitting
+from kvjax.experiments.run import environment
 from kvjax.experiments.run.claiming import claim
+from kvjax.experiments.run.elapsed import Elapsed
 from kvjax.experiments.run.progress_bar import track
 from kvjax.methods.kvzap_gate import CONFIG, WEIGHTS, KVzapGate
 from kvjax.models.json_files import is_present, read_json, write_json
@@ -84,6 +86,7 @@ class Trainer:
         f"has layers with {' and '.join(map(str, sorted(heads))) or 'none'}."
       )
     (self._heads,) = heads
+    began = time.monotonic()
     self._output, self._lm, self._rows = output, lm, rows
     self._tokens, self._recipe = tokens, recipe
     settings = dict(source) | dataclasses.asdict(recipe) | {"tokens": tokens}
@@ -95,10 +98,10 @@ class Trainer:
       )
     output.mkdir(parents=True, exist_ok=True)
     claim(output / _RUN, settings)
+    self._elapsed = Elapsed(self._work, environment.device(), began)
 
   def run(self) -> dict[str, Any]:
     """Does what is left; returns what validation.json says."""
-    began = time.monotonic()
     done = self._output / VALIDATION
     if all(is_present(self._output / n) for n in (CONFIG, WEIGHTS, VALIDATION)):
       self._clean()
@@ -115,7 +118,7 @@ class Trainer:
       "r2": {str(layer): each.r2 for layer, each in fitted.items()},
       "texts": len(learned),
       "tested_texts": len(tested),
-      "seconds": round(time.monotonic() - began, 1),
+      "seconds": self._elapsed.summary()["seconds"],
     }
     self._gate(fitted).save(self._output)
     logging.info("Wrote the networks to %s", self._output)
@@ -136,6 +139,7 @@ class Trainer:
     for path in (*self._text_files(), *map(self._layer_file, self._scored)):
       path.unlink(missing_ok=True)
       files.part_of(path).unlink(missing_ok=True)
+    self._elapsed.remove()
     with contextlib.suppress(OSError):
       # It may have a file of the user's.
       self._work.rmdir()
@@ -151,6 +155,7 @@ class Trainer:
       if not is_present(paths[number]):
         seed, began = (self._recipe.seed, number), time.monotonic()
         examples.write(paths[number], self._lm, row, padded, self._tokens, seed)
+        self._elapsed.note()
         logging.info(
           "Replayed part %d of %d tokens, padded to %d, in %.1f s",
           *(number, len(row), padded, time.monotonic() - began),
@@ -183,6 +188,7 @@ class Trainer:
       }
       content = safetensors.numpy.save(arrays, {"numbers": json.dumps(numbers)})
       files.write_bytes(path, content)
+      self._elapsed.note()
       seconds = time.monotonic() - began
       logging.info("Fitted and wrote %s in %.1f s", path, seconds)
     with examples.opened(path) as file:

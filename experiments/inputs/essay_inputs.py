@@ -14,8 +14,9 @@ NAMES = ("essay", "words")
 ESSAY = flags.DEFINE_string(
   "essay",
   None,
-  "Text, or folder of texts, to hide needles in, or "
-  f"{' or '.join(essays.NAMED)}, which is fetched once.",
+  "Text, or folder of texts, to hide needles in; "
+  f"{' or '.join(essays.NAMED)}, which is fetched once; or {essays.TRAINING}, "
+  "the part of kvjax's own prose that calibrate takes by default.",
 )
 WORDS = flags.DEFINE_string(
   "words",

@@ -107,9 +107,9 @@ def check_flags() -> None:
 
   Raises:
     InputError: two of --retention, --budget and --threshold are combined,
-      --every with --kv_dtype, or --block with --decoding; or --tau or
-      --calibrations is given without --retention=auto, or --decoding without
-      --every.
+      --every with --kv_dtype, or --block with --decoding or a mesh that shares
+      out whole prompts; or --tau or --calibrations is given without
+      --retention=auto, or --decoding without --every.
   """
   for name, others in (
     ("retention", ["budget", "threshold"]),
@@ -126,6 +126,7 @@ def check_flags() -> None:
     ["block"],
     "another method evicts while decoding only from prompts read as a whole",
   )
+  run_inputs.check_blocks(_BLOCK.value)
   if _DECODING.present and not _EVERY.present:
     raise InputError("--decoding says what evicts; give --every for when.")
   for flag in (_TAU, _CALIBRATIONS):
@@ -148,11 +149,12 @@ def chosen() -> tuple[Candidate, ...]:
 
 
 def _decoding(per_query_head: bool) -> kvjax.Plan | None:
-  """The plan of --decoding."""
+  """The plan of --decoding, with the seed of --seed unless it has one."""
   if _DECODING.value is None:
     return None
   name, budget = split_budget(_DECODING.value)
-  return kvjax.get_plan(name, budget, schedule(), per_query_head)
+  plan = kvjax.get_plan(name, budget, schedule(), per_query_head)
+  return candidates.seeded(name, plan, run_inputs.SEED.value)
 
 
 def _names() -> list[str]:

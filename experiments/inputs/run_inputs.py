@@ -4,7 +4,6 @@ import contextlib
 import functools
 import os
 import pathlib
-import re
 import warnings
 from collections.abc import Iterator, Sequence
 
@@ -13,9 +12,10 @@ import jax.numpy as jnp
 from absl import flags, logging
 
 from kvjax import hosts, kernels, models
-from kvjax.cache.sharding import parse_mesh, split_mesh
+from kvjax.cache.sharding import parse_mesh, parse_sizes, split_mesh
 from kvjax.errors import InputError, InputWarning
 from kvjax.experiments.benchmarks import hub
+from kvjax.experiments.inputs.number_lists import parse_numbers
 from kvjax.experiments.run import multihost, results, tuned_tables
 from kvjax.kernels.mesh_axes import CONTEXT
 from kvjax.models import catalog
@@ -24,8 +24,6 @@ from kvjax.models.sources import find
 
 DEFAULT = "smollm2-135m-instruct"
 REFERENCE = catalog.REFERENCE
-
-_NUMBER = re.compile("[1-9][0-9]{0,8}")
 
 MODEL = flags.DEFINE_string(
   "model",
@@ -189,6 +187,29 @@ def _kernels(
   return None, overrides
 
 
+def check_blocks(block: int | None) -> None:
+  """Rejects prompts in blocks where devices share out whole ones.
+
+  It needs no devices, so that it comes before a model is loaded.
+
+  Args:
+    block: tokens of a block, as --block says.
+
+  Raises:
+    InputError: --block is given, and --mesh has an axis "context"; or --mesh is
+      no mesh.
+  """
+  if block is None or _MESH.value is None:
+    return
+  devices = parse_sizes(_MESH.value)[CONTEXT]
+  if devices > 1:
+    raise InputError(
+      f"--block={block} reads prompts in blocks, and --mesh={_MESH.value} "
+      "shares out the tokens of whole prompts; leave out --block, or give the "
+      f"{devices} devices of 'context' to 'data' or 'model'."
+    )
+
+
 def check_batch() -> None:
   """Rejects a batch that every device would compute as a whole.
 
@@ -236,19 +257,46 @@ def check_lengths(lm: models.Pretrained, lengths: Sequence[int]) -> None:
     )
 
 
+def check_part_length(lm: models.Pretrained, length: int) -> None:
+  """Rejects parts of documents that exceed the model's context.
+
+  Args:
+    lm: the model.
+    length: tokens of a part, which has no template.
+
+  Raises:
+    InputError: they are longer than the context.
+  """
+  limit = lm.config.geometry.max_positions
+  if length > limit:
+    raise InputError(
+      f"--length={length} is longer than the context of this model, {limit} "
+      "tokens."
+    )
+
+
+def source(documents: str) -> dict[str, str]:
+  """Returns what identifies a training.
+
+  Args:
+    documents: digest of what is learned.
+  """
+  given = settings()
+  return {
+    "model": given.model,
+    "weights": given.weights,
+    "dtype": given.dtype,
+    "documents": documents,
+  }
+
+
 def parse_lengths(texts: Sequence[str]) -> list[int]:
   """Parses the values of --length, without repetitions.
 
   Raises:
     InputError: a value is not a positive integer.
   """
-  distinct = dict.fromkeys(text.strip() for text in texts)
-  if not distinct or not all(map(_NUMBER.fullmatch, distinct)):
-    raise InputError(
-      f"--length takes numbers of tokens such as 1024,2048; "
-      f"{','.join(texts)[:60]!r} is not."
-    )
-  return [int(text) for text in distinct]
+  return parse_numbers("length", texts, "numbers of tokens such as 1024,2048")
 
 
 def dtype() -> str:
@@ -270,7 +318,11 @@ def model_directory() -> pathlib.Path:
 
 def model_name() -> str:
   """Returns the model's name in tables."""
-  directory = model_directory()
+  return name_of(model_directory())
+
+
+def name_of(directory: pathlib.Path) -> str:
+  """Returns the name of a model by its directory or GGUF file, resolved."""
   if directory == catalog.BUNDLED:
     return "kvjax-ref"
   return hub.cached_name(directory, "models") or directory.name

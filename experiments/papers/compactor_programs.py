@@ -61,7 +61,7 @@ _ON_REPORTS = Program(
     "--samples=6",
     "--essay={folder}/reports/other",
   ],
-  {**_SIZED, **_same("tau", "essay")},
+  {**_SIZED, **_same("tau", "essay", "words")},
   unless=("data",),
 )
 _ON_LONGBENCH = Program(

@@ -1,12 +1,13 @@
 """Runs other programs as parts of experiments."""
 
+import os
 import pathlib
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 
 from kvjax.experiments.inputs import run_inputs
 from kvjax.experiments.papers.data_model import Program
+from kvjax.experiments.run import children
+from kvjax.models.json_files import read_json_if_present
 
 
 def chosen(
@@ -30,8 +31,15 @@ def tau_of(model: str) -> float:
   """Returns the quality that Compactor preserves for a model.
 
   It is 0.90 for Qwen and 0.95 for Llama, here for all others.
+
+  Args:
+    model: as --model names it. Its config.json says what it is; without one,
+      its name does, but not the folders that it is in.
   """
-  return 0.9 if "qwen" in model.lower() else 0.95
+  path = pathlib.Path(os.path.realpath(model))
+  config = read_json_if_present(path / "config.json") if path.is_dir() else {}
+  kind = str(config.get("model_type") or run_inputs.name_of(path))
+  return 0.9 if "qwen" in kind.lower() else 0.95
 
 
 def command(
@@ -66,20 +74,7 @@ def call(
   Raises:
     SystemExit: the program failed, with its own message.
   """
-  code = _run([sys.executable, "-m", *command(program, folder, given)])
-  if code:
-    raise SystemExit(code)
-
-
-def _run(command: Sequence[str]) -> int:
-  """Runs a command; returns its exit code.
-
-  An interrupt ends it as it ends this program. `subprocess.run` would kill it.
-  """
-  with subprocess.Popen(command) as process:
-    try:
-      return process.wait()
-    except KeyboardInterrupt:
-      process.terminate()
-      process.wait()
-      raise
+  module, *arguments = command(program, folder, given)
+  ended = children.run(module, arguments)
+  if ended.code:
+    raise SystemExit(ended.code)

@@ -108,6 +108,22 @@ def find(directories: Sequence[pathlib.Path]) -> list[Record]:
   return [read(folder) for folder in folders.values()]
 
 
+def find_one(directory: pathlib.Path) -> Record:
+  """Finds the only run in and below a directory.
+
+  Raises:
+    InputError: see `find`, or there are several.
+  """
+  runs = find([directory])
+  if len(runs) > 1:
+    names = ", ".join(run.folder.name for run in runs)
+    raise InputError(
+      f"{directory} holds {len(runs)} runs, whose settings differ: {names}; "
+      "choose another --output, or remove those of other settings."
+    )
+  return runs[0]
+
+
 def unfinished(directories: Sequence[pathlib.Path]) -> list[pathlib.Path]:
   """Finds folders in and below directories with answers but no summary."""
   without_summary = {

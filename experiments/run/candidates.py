@@ -136,7 +136,8 @@ def candidates(
     kv_dtype: see `kvjax.Plan`; the full cache is not quantized.
     seed: seed of random methods, sketches and hashes whose names have none. A
       calibration holds for all seeds.
-    decoding: see `kvjax.Plan`; the full cache does not evict while decoding.
+    decoding: see `kvjax.Plan`, with a seed of its own; the full cache does not
+      evict while decoding.
 
   Raises:
     InputError: a name stands for no method, a method is not defined for the
@@ -157,7 +158,7 @@ def candidates(
     of_method = [
       Candidate(
         name,
-        _seeded(
+        seeded(
           name,
           _plan(name, budget, schedule, per_query_head, kv_dtype, decoding),
           seed,
@@ -272,17 +273,17 @@ def _plan(
     raise InputError(f"--methods has {name}: {error}") from error
 
 
-def _seeded(name: str, plan: kvjax.Plan, seed: int) -> kvjax.Plan:
-  """Gives a plan's random choices a seed, unless its name has one."""
+def seeded(name: str, plan: kvjax.Plan, seed: int) -> kvjax.Plan:
+  """Gives a plan's random choices a seed, unless its name has one.
+
+  Those while decoding have another name, and so remain as they are.
+  """
   if seed == 0 or "seed=" in name:
     return plan
   method, sparse = _with_seed(plan.method, seed), plan.sparse
   if sparse is not None:
     retrieval = _with_seed(sparse.retrieval, seed)
     sparse = dataclasses.replace(sparse, retrieval=retrieval)
-  if plan.decoding is not None:
-    decoding = _seeded("", plan.decoding, seed)
-    plan = dataclasses.replace(plan, decoding=decoding)
   if not isinstance(plan.budget, kvjax.Calibrated):
     return dataclasses.replace(plan, method=method, sparse=sparse)
   everything = kvjax.Retention(1.0)

@@ -92,19 +92,23 @@ class LineFile[Record: Line]:
     lines = b"".join(self._line(record) for record in records)
     try:
       self.folder.mkdir(parents=True, exist_ok=True)
-      with self._path.open("ab") as file:
+      # Without a buffer, nothing is left for when the file is closed.
+      with self._path.open("ab", buffering=0) as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        if file.tell() != self._bytes:
+        # Not `tell`, which is the end from before the lock was waited for.
+        if os.fstat(file.fileno()).st_size != self._bytes:
           raise InputError(
             f"Another run writes to {self._path}; wait until it is done, or "
             "choose another --output."
           )
         file.truncate(self._complete_bytes)
+        rest = memoryview(lines)
         try:
-          file.write(lines)
-          file.flush()
+          while rest:
+            # An unbuffered write may take a part only.
+            rest = rest[file.write(rest) :]
         finally:
-          self._bytes = self._path.stat().st_size
+          self._bytes = os.fstat(file.fileno()).st_size
     except OSError as error:
       raise InputError(
         f"{self._path} cannot be written: {error.strerror}; what it holds is "

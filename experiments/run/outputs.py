@@ -22,6 +22,31 @@ def folder(name: str) -> pathlib.Path:
   return path
 
 
+def file(name: str) -> pathlib.Path:
+  """Returns the file of an --output.
+
+  Raises:
+    InputError: it is something else than a file, or see `check_writable`.
+  """
+  path = pathlib.Path(name)
+  files.check_replaceable(path)
+  check_writable(path.absolute().parent)
+  return path
+
+
+def check_option(name: str) -> None:
+  """Refuses an --output that no option of a method can name.
+
+  Raises:
+    InputError: it has colons or commas, which separate options and methods.
+  """
+  if {":", ","} & {*name}:
+    raise InputError(
+      f"--output={name} cannot be named as an option of a method; give one "
+      "without colons and commas."
+    )
+
+
 def write_json(
   path: pathlib.Path, value: Mapping[str, Any] | Sequence[Any], kept: str = ""
 ) -> None:

@@ -33,6 +33,9 @@ class Processes:
   """The processes in `processes.json` of a folder, the current one last.
 
   The file is updated with every few answers, so it also covers killed runs.
+
+  Attributes:
+    path: the file.
   """
 
   def __init__(self, folder: pathlib.Path):
@@ -41,9 +44,9 @@ class Processes:
     Raises:
       InputError: the file has another format.
     """
-    self._path = folder / "processes.json"
+    self.path = folder / "processes.json"
     self._earlier: list[Process] = []
-    content = read_json_if_present(self._path)
+    content = read_json_if_present(self.path)
     if not content:
       return
     try:
@@ -52,7 +55,7 @@ class Processes:
         self._earlier.append(typed_records.make(Process, fields))
     except ValueError as error:
       raise InputError(
-        f"{self._path} is not what a run writes ({error}); remove it."
+        f"{self.path} is not what a run writes ({error}); remove it."
       ) from error
 
   def note(self, current: Process) -> None:
@@ -60,7 +63,7 @@ class Processes:
     processes = [
       dataclasses.asdict(process) for process in (*self._earlier, current)
     ]
-    outputs.write_json(self._path, {"processes": processes}, outputs.ANSWERS)
+    outputs.write_json(self.path, {"processes": processes}, outputs.ANSWERS)
 
   def summary(self, current: Process, answered: bool) -> dict[str, Any]:
     """Merges the records of all processes that generated answers.

@@ -8,13 +8,12 @@ from typing import NamedTuple
 import jax
 import rich.console
 
-from kvjax import files, kernels
+from kvjax import kernels
 from kvjax.errors import InputError
 from kvjax.experiments.run import (
   environment,
   kernel_failures,
   outputs,
-  results,
   tuned_tables,
 )
 from kvjax.experiments.run.progress_bar import progress_bar
@@ -121,8 +120,7 @@ def tune(
       or cannot be written.
   """
   platform, kind = jax.default_backend(), tuning.device_kind()
-  files.check_replaceable(path)
-  results.check_writable(path.parent)
+  outputs.file(str(path))
   table = dict(tuned_tables.read(path)) if is_present(path) else {}
   found = False
   own = [choices for choices in wanted if choices.platform == platform]

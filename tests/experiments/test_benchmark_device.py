@@ -40,6 +40,18 @@ def test_a_step_keeps_what_it_prints_and_runs_once(tmp_path, run_binary):
   assert "decode_640.txt is there." in again.stdout
 
 
+def test_a_step_of_other_settings_is_refused(tmp_path, run_binary):
+  kept = tmp_path / "decode_640.txt"
+  text = "kvjax benchmark_decode --sizes=llama-3.2-1b --rows=2\n\n 7 ms\n"
+  kept.write_text(text)
+  arguments = ["--shapes=2x640", "--only=check,decode", f"--output={tmp_path}"]
+  result = run_binary(PROGRAM, *arguments)
+  assert result.returncode == 2
+  assert f"{kept} is of another command, 'kvjax benchm" in result.stderr
+  assert kept.read_text() == text
+  assert [*tmp_path.iterdir()] == [kept]
+
+
 @pytest.mark.parametrize(
   ("arguments", "sentence"),
   [

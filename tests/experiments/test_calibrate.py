@@ -321,6 +321,7 @@ def test_the_program_writes_records_that_compare_reads(
   folder = tmp_path / "new" / "calibration"
   asked = ["--methods=streaming", "--length=256", "--samples=1"]
   asked += ["--tasks=niah_single_1"]
+  asked += ["--seed=7", "--batch=3", "--dtype=float32"]
   flags = ["--others=1", "--held_out=1", "--retention=0.5"]
   command = ["kvjax.experiments.calibrate", model, *asked, *flags]
   dry = run_binary(*command, f"--output={folder}", "--dry_run")
@@ -333,8 +334,9 @@ def test_the_program_writes_records_that_compare_reads(
   assert few.startswith("1 context of --others cannot promise --tau=0.95")
   assert few.endswith("19 can, as --others=19 draws.")
   assert {path.name for path in folder.iterdir()} == {
-    *("triples.jsonl", "others.jsonl", "held_out.jsonl", "summary.json"),
-    *("calibration.md", "ratio_curves.png", "retention_bars.png", "records"),
+    *("triples.jsonl", "others.jsonl", "held_out.jsonl", "processes.json"),
+    *("summary.json", "calibration.md", "ratio_curves.png"),
+    *("retention_bars.png", "records"),
   }
   assert matplotlib.image.imread(folder / "ratio_curves.png").std() > 0.01
   summary = json.loads((folder / "summary.json").read_text())
@@ -354,7 +356,12 @@ def test_the_program_writes_records_that_compare_reads(
   report = (folder / "calibration.md").read_text()
   assert told.partition(": ")[2] in report
   said, _, arguments = told.partition(" -- ")
-  assert said.endswith("within 5 points: kvjax trials")
+  assert said.endswith("within 5 points: kvjax trials --first_seed=10")
+  # All given flags, and the prose that was calibrated on.
+  assert {"--batch=3", "--dtype=float32", "--essay=training_chapters"} < {
+    *shlex.split(arguments)
+  }
+  assert "--seed" not in arguments
   asked_there = run_binary(
     "kvjax.experiments.evaluate",
     *shlex.split(arguments),
@@ -371,6 +378,8 @@ def test_the_program_writes_records_that_compare_reads(
   assert (folder / "triples.jsonl").read_bytes() == measured
   refitted = json.loads((folder / "summary.json").read_text())
   assert (refitted["tau"], refitted["others"]) == (0.5, 0)
+  # It took no time to measure, unlike the run before it.
+  assert refitted["seconds"] == summary["seconds"]
 
   auto = ["--retention=auto", "--tau=0.9"]
   missing = run_binary("kvjax.experiments.evaluate", model, *asked, *auto)

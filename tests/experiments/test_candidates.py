@@ -82,14 +82,12 @@ def test_records_say_how_a_retention_was_rounded():
   assert down.options == f"{up.options}, rounded as kvpress"
 
 
-def test_a_seed_reaches_what_is_wrapped_and_what_evicts_later():
-  later = kvjax.get_plan("random", kvjax.Tokens(64), kvjax.Schedule(every=16))
+def test_a_seed_reaches_what_is_wrapped():
   names = ["chunked/random", "random", "random:seed=3"]
   budgets = [kvjax.Retention(0.5)]
-  chosen = candidates(names, budgets, decoding=later, seed=7)
+  chosen = candidates(names, budgets, seed=7)
   for candidate, seed in zip(chosen[1:], (7, 7, 3), strict=True):
     assert f"seed={seed}" in str(candidate.plan.method)
-  assert all(c.plan.decoding.method.seed == 7 for c in chosen[1:3])
 
 
 def test_records_say_what_evicts_while_decoding():
@@ -125,11 +123,39 @@ def test_the_flags_name_another_method_while_decoding(parsed):
     assert words == "every 16 while decoding by keydiff@64"
 
 
+@pytest.mark.parametrize(
+  ("methods", "decoding", "seeds"),
+  [
+    ("random", "random@64", (7, 7)),
+    ("random:seed=2", "random@64", (2, 7)),
+    ("random", "random:seed=3@64", (7, 3)),
+  ],
+)
+def test_what_evicts_while_decoding_has_a_seed_of_its_own(
+  parsed, methods, decoding, seeds
+):
+  with flagsaver.as_parsed(
+    methods=methods, retention="0.5", every="16", decoding=decoding, seed="7"
+  ):
+    plan = method_inputs.chosen()[1].plan
+  assert (plan.method.seed, plan.decoding.method.seed) == seeds
+
+
 def test_all_methods_whose_heads_keep_as_many_may_come_first(parsed):
   with flagsaver.as_parsed(every="16", decoding="keydiff@64", retention="0.5"):
     names = {c.method for c in method_inputs.chosen()}
   assert {"compactor", "chunkkv", "pyramidkv"} <= names
   assert "adakv" not in names
+
+
+def test_blocks_and_shared_prompts_are_refused_before_a_model_is_loaded(parsed):
+  with flagsaver.as_parsed(block="64", mesh="data:2,model:2"):
+    method_inputs.check_flags()
+  with (
+    flagsaver.as_parsed(block="64", mesh="data:2,context:3"),
+    pytest.raises(InputError, match="or give the 3 devices of 'context' to 'd"),
+  ):
+    method_inputs.check_flags()
 
 
 @pytest.mark.parametrize(

@@ -71,6 +71,30 @@ def test_evictions_are_compared_with_the_steps_between_them():
   assert table.lines == [("keydiff", "1,024", "50.0", "5.0")]
 
 
+@pytest.mark.parametrize(
+  ("arguments", "sentence"),
+  [
+    (["--retention=0.5", "--budget=64"], "--retention and --budget do not go"),
+    (["--every=8", "--retention=0.5"], "--every and --retention do not go"),
+    (["--every=8", "--budget=64"], "--every and --budget do not go together"),
+    (["--every=8", "--length=64"], "--every and --length do not go together"),
+    (["--every=8", "--tokens=8"], "--every and --tokens do not go together"),
+    (["--target=64"], "--target is for --every."),
+    (["--methods="], "--methods is empty; keydiff,flat would be two."),
+  ],
+)
+def test_flags_that_nothing_would_read_are_refused(
+  run_binary, tmp_path, arguments, sentence
+):
+  result = run_binary(
+    "kvjax.experiments.benchmark_decode",
+    *("--model=no-such-model", f"--output={tmp_path}", *arguments),
+  )
+  assert result.returncode == 2
+  assert result.stderr.startswith(sentence)
+  assert result.stderr.count("\n") == 1
+
+
 def test_a_method_without_a_target_is_refused_before_the_model_is_loaded(
   run_binary,
 ):

@@ -248,8 +248,9 @@ def test_a_run_writes_what_it_prints(faiss, binary, tmp_path):
 @pytest.mark.parametrize(
   ("arguments", "sentence"),
   [
-    (["--lengths=4096,8k"], "--lengths takes whole numbers such as 4096,8192"),
-    (["--lengths="], "--lengths is empty"),
+    (["--lengths=4096,8k"], "--lengths takes numbers of tokens such as 4096,8"),
+    (["--lengths="], "--lengths takes numbers of tokens such as 4096,8192;"),
+    (["--lengths=4096,99999999"], "takes numbers of at most 16,777,216; 99,9"),
     (["--lengths=4096,580"], "--lengths must be 581 or more, as 68 tokens are"),
     (["--repeats=0"], "flag --repeats=0: 0 is not a positive"),
     (["--reads=many"], "flag --reads=many"),

@@ -393,10 +393,12 @@ def test_a_few_layers_tell_what_whole_models_take(use, kinds):
     (["--slice=v5e-12"], "There is no slice 'v5e-12'"),
     (["--model=gpt-5"], "There is no model 'gpt-5'"),
     (["--search", "--slice=v5e-8"], "--search and --slice do not go together"),
+    (["--retention=0.5,0.25"], "A plan has one budget; give --retention or"),
+    (["--budget="], "A plan has one budget; give --retention or --budget one"),
+    (["--budget=64", "--retention=0.5"], "--retention and --budget do not go"),
     (["--chips=v5e"], "--chips is for --search."),
     (["--search", "--chips=v3"], "--chips has 'v3'; there are v5e, v5p, "),
     (["--mesh=data:2,model:4"], "--batch=1 is no multiple of 2, the size"),
-    (["--budget=8", "--retention=1"], "--budget and --retention do not go"),
     (["--context=0"], "flag --context=0: 0 is not a positive integer"),
     pytest.param(
       [],

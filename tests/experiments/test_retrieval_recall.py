@@ -102,6 +102,7 @@ def test_the_binary_prints_and_writes_a_table(
     "kvjax.experiments.retrieval_recall",
     f"--model={tiny_directory}",
     "--methods=flat,ctkvr",
+    "--seed=5",
     "--budget=20",
     "--tasks=niah_single_2",
     "--samples=2",
@@ -114,8 +115,28 @@ def test_the_binary_prints_and_writes_a_table(
   assert "| flat | 20 tokens | 100.0 |" in done.stdout
   summary = json.loads((folder / "summary.json").read_text())
   assert [row["method"] for row in summary["rows"]] == ["flat", "ctkvr"]
+  assert "seed=5" in summary["rows"][1]["options"]
   assert summary["rows"][0]["recall"] == 1.0
   assert (folder / "table.md").read_text().strip() == done.stdout.strip()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  ("arguments", "budgets"),
+  [([], ["512 tokens", "128 tokens"]), (["--retention=0.5"], ["0.5"])],
+)
+def test_a_token_reads_a_fixed_number_of_keys_unless_a_share_is_asked_for(
+  run_binary, tiny_directory, tmp_path, arguments, budgets
+):
+  done = run_binary(
+    "kvjax.experiments.retrieval_recall",
+    f"--model={tiny_directory}",
+    *("--methods=flat", "--tasks=niah_single_2", "--samples=1", "--length=256"),
+    *("--steps=2", f"--output={tmp_path}", *arguments),
+  )
+  assert done.returncode == 0, done.stderr
+  rows = json.loads((tmp_path / "summary.json").read_text())["rows"]
+  assert [row["budget"] for row in rows] == budgets
 
 
 @pytest.mark.parametrize(
@@ -123,6 +144,7 @@ def test_the_binary_prints_and_writes_a_table(
   [
     (["--methods=keydiff"], "None of --methods looks anything up; retrieval"),
     (["--methods=ctkrv"], "There is no method 'ctkrv' (did you mean ctkvr"),
+    (["--budget=64", "--retention=0.5"], "--retention and --budget do not go"),
     (["--budget=0"], "A budget of 0 tokens keeps nothing; give 1 or more."),
     (
       ["--methods=quest:dense_layers=0+1", "--length=320", "--samples=1"],

@@ -193,7 +193,7 @@ def test_the_binary_writes_a_page_and_nothing_else(
     (["--methods=streaming:rerotate=true"], "renumbers what it keeps"),
     (["--text=none.txt"], "none.txt cannot be read: No such file"),
     ([], "tokens; this model's context is 512."),
-    (["--output=."], ". is a folder; name the HTML file to write."),
+    (["--output=."], ". cannot be written: Is a directory."),
   ],
   ids=str,
 )

@@ -243,7 +243,12 @@ def test_a_stopped_run_goes_on_to_the_same_weights(
       run(name, stops_at)
     assert calls == everything[:stops_at]
     assert not (tmp_path / name / "config.json").exists()
+    noted = tmp_path / name / ".train_gate" / "processes.json"
+    earlier = json.loads(noted.read_text())
+    earlier["processes"][0]["seconds"]["total"] += 1e4
+    noted.write_text(json.dumps(earlier))
     found = run(name)
+    assert found["seconds"] > 1e4
     assert calls == everything[stops_at:]
     parts = min(stops_at, len(rows))
     assert f"{name}/.train_gate has {parts} replayed parts" in caplog.text

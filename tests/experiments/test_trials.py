@@ -1,5 +1,6 @@
 """Trials: runs with other seeds, and whether their methods differ."""
 
+import json
 import math
 import statistics
 
@@ -91,3 +92,25 @@ def test_flags_of_the_trials_own_are_refused(run_binary, tmp_path, flag):
   )
   assert result.returncode == 2
   assert f"{flag} does not go after --" in result.stderr
+
+
+@pytest.mark.slow
+def test_runs_with_other_flags_are_no_further_trials(
+  run_binary, tiny_directory, tmp_path
+):
+  arguments = [
+    *("kvjax.experiments.trials", "--trials=2", "--first_seed=3"),
+    *(f"--output={tmp_path}", "--"),
+    *(f"--model={tiny_directory}", "--methods=streaming", "--retention=0.5"),
+    *("--benchmark=needle", "--length=128", "--samples=1"),
+  ]
+  for _ in range(2):
+    result = run_binary(*arguments)
+    assert result.returncode == 0, result.stderr
+    made = json.loads((tmp_path / "trials.json").read_text())
+    assert [len(each["scores"]) for each in made["trials"]] == [2, 2]
+  other = run_binary(*arguments, "--heads=query")
+  assert other.returncode == 2
+  assert "seed_3 holds 2 runs, whose settings differ" in other.stderr
+  # It does not wait for all trials.
+  assert len([*(tmp_path / "seed_4").iterdir()]) == 1

@@ -85,7 +85,8 @@ class Texts:
     """Reads the user's files, with built-in texts as defaults.
 
     Args:
-      essay: see `essays.read`; the default is CPython's documentation.
+      essay: see `essays.read`, or `essays.TRAINING`; the default is the
+        held-out chapters of CPython's documentation.
       words: see `word_lists.read`; the default is words of the same and of this
         project. Keys of needles are of this project's words unless it is
         `word_lists.PACKAGE`.
@@ -97,7 +98,10 @@ class Texts:
     """
     origins = {"essay": prose.SOURCE, "words": f"kvjax and {prose.SOURCE}"}
     sentences: prose.Essay = "heldout"
-    if essay is not None:
+    if essay is not None and essays.is_training(essay):
+      sentences = "train"
+      origins["essay"] = f"{prose.SOURCE}, chapters of training"
+    elif essay is not None:
       sentences = essays.read(essay)
       origins["essay"] = _origin(essay, sentences)
     pool, key_words = common_words.built_in_words(), BUILT_IN

@@ -1,6 +1,7 @@
 """SQuAD, HotpotQA, essays and word lists in each layout that users have."""
 
 import json
+import pathlib
 import re
 
 import datasets
@@ -274,3 +275,14 @@ def test_keys_of_needles_come_from_rulers_adjectives_and_nouns():
   assert not all({*key.split("-")} <= built_in for key in keys)
   assert "keys" not in generator.choose(["niah_multikey_3", "cwe"], texts).data
   assert "keys" not in generator.Texts.read().origins
+
+
+def test_the_chapters_of_training_are_named(tmp_path, monkeypatch):
+  """A file or folder of that name takes precedence."""
+  named = pathlib.Path(essays.TRAINING)
+  texts = generator.Texts.read(named)
+  assert texts.essay == "train"
+  assert texts.origins["essay"] == f"{prose.SOURCE}, chapters of training"
+  monkeypatch.chdir(tmp_path)
+  named.write_text("Oaks are old. " * 50)
+  assert generator.Texts.read(named).essay == ("Oaks are old.",) * 50

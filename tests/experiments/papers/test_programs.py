@@ -1,11 +1,7 @@
 """Programs that make experiments are called as they want to be called."""
 
-import os
+import json
 import re
-import signal
-import sys
-import threading
-import time
 
 import pytest
 import rich.console
@@ -13,6 +9,7 @@ import rich.console
 from kvjax.experiments.papers import programs, report
 from kvjax.experiments.papers.data_model import Experiment, Program
 from kvjax.experiments.papers.registry import EXPERIMENTS
+from kvjax.experiments.run.children import Ended
 
 FIRST = Program(
   "first", "nowhere", ["--x={folder}/y"], {"model": "model", "essay": "text"}
@@ -37,11 +34,11 @@ def called(monkeypatch, codes):
   """Calls are noted, and come to these codes."""
   lines = []
 
-  def run(command):
-    lines.append(command)
-    return codes.pop(0)
+  def run(module, arguments):
+    lines.append([module, *arguments])
+    return Ended(codes.pop(0), "")
 
-  monkeypatch.setattr(programs, "_run", run)
+  monkeypatch.setattr(programs.children, "run", run)
   return lines
 
 
@@ -52,12 +49,11 @@ def test_the_users_flags_are_passed_on_under_their_names_there(
   console = rich.console.Console(width=200, record=True)
   given = {"model": "dir", "essay": "a.txt", "data": "b.zip", "seed": "3"}
   report.call(OWN, "dir", given, tmp_path, console)
-  python = [sys.executable, "-m"]
   first = [f"--output={tmp_path}/first", f"--x={tmp_path}/y", "--model=dir"]
   second = [f"--output={tmp_path}/second", "--data=b.zip"]
   assert lines == [
-    [*python, "kvjax.experiments.nowhere", *first, "--text=a.txt"],
-    [*python, "kvjax.experiments.elsewhere", *second],
+    ["kvjax.experiments.nowhere", *first, "--text=a.txt"],
+    ["kvjax.experiments.elsewhere", *second],
   ]
   text = (tmp_path / "paper.md").read_text()
   assert "dir. The paper ran A model and used LongBench; numbers may " in text
@@ -69,7 +65,7 @@ def test_what_needs_a_flag_or_its_absence_is_left_out(tmp_path, monkeypatch):
   lines = called(monkeypatch, [0, 0])
   quiet = rich.console.Console(quiet=True)
   report.call(OWN, "ref", {}, tmp_path, quiet)
-  modules = [line[2] for line in lines]
+  modules = [line[0] for line in lines]
   assert modules == ["kvjax.experiments.nowhere", "kvjax.experiments.wherever"]
   assert (
     "ref on generated data: not the paper's model; its numbers are not"
@@ -87,6 +83,28 @@ def test_what_needs_a_flag_or_its_absence_is_left_out(tmp_path, monkeypatch):
 )
 def test_a_model_of_the_users_brings_the_papers_scale(tmp_path, given, flags):
   assert programs.command(THIRD, tmp_path, given)[2:] == flags
+
+
+def test_a_model_is_of_a_kind_by_its_config_or_else_its_name(tmp_path):
+  folder = tmp_path / "qwen-and-others"
+  llama, own = folder / "Llama-3.1-8B", folder / "my-own"
+  hub = folder / "models--Qwen--Qwen2.5-7B" / "snapshots" / "0a1b2c"
+  for directory in (llama, own, hub):
+    directory.mkdir(parents=True)
+  assert programs.tau_of(str(llama)) == 0.95
+  assert programs.tau_of(str(hub)) == 0.9
+  for kind, tau in (("qwen2", 0.9), ("llama", 0.95)):
+    (own / "config.json").write_text(json.dumps({"model_type": kind}))
+    assert programs.tau_of(str(own)) == tau
+
+
+@pytest.mark.parametrize("name", ["E3.6", "E3.7"])
+def test_words_reach_all_programs_that_draw_samples(tmp_path, name):
+  lines = commands(name, tmp_path, words="wonderwords")
+  *_, calibration, evaluation = lines
+  assert modules([calibration, evaluation]) == ["calibrate", "evaluate"]
+  assert "--words=wonderwords" in calibration
+  assert "--words=wonderwords" in evaluation
 
 
 def commands(name, tmp_path, **given):
@@ -142,16 +160,6 @@ def test_a_program_that_fails_ends_it_all(tmp_path, monkeypatch):
     )
   assert len(lines) == 1
   assert not list(tmp_path.iterdir())
-
-
-def test_an_interrupt_ends_the_program_that_runs():
-  sleep = "import time; print(flush=True); time.sleep(60)"
-  timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
-  timer.start()
-  began = time.monotonic()
-  with pytest.raises(KeyboardInterrupt):
-    programs._run([sys.executable, "-S", "-c", sleep])
-  assert time.monotonic() - began < 30
 
 
 @pytest.mark.slow

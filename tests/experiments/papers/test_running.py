@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import pathlib
 
 import pytest
 import rich.console
@@ -95,6 +96,19 @@ def test_an_experiment_runs_and_tells_what_it_is_not(
     c for c in cells if (c.get("line"), c.get("column"), c.get("what")) == key
   ]
   assert cell["ours"] == again.comparison.ours[key].score
+
+
+def test_random_choices_have_the_seed_of_the_session(session, invented):
+  """The session's is 3, as --seed would be."""
+  line = dataclasses.replace(
+    invented.lines[-1],
+    small=dataclasses.replace(invented.lines[-1].small, method="random"),
+  )
+  cells = running._plan(
+    dataclasses.replace(invented, lines=(line,)), session, pathlib.Path("no")
+  ).cells
+  methods = [cell.plan.method for cell in cells.values() if cell is not None]
+  assert [method.seed for method in methods] == [3, 3]
 
 
 def test_the_papers_scale_needs_model_and_data(invented, tmp_path):

@@ -69,3 +69,11 @@ def test_a_folder_without_runs_is_refused(tmp_path):
   for folder in (tmp_path, tmp_path / "missing"):
     with pytest.raises(InputError, match=rf"{folder} holds no run"):
       run_files.find([folder])
+
+
+def test_the_only_run_of_a_folder_is_no_other(tmp_path, answer, record):
+  one = record([answer()], tmp_path / "ruler__one")
+  assert run_files.find_one(tmp_path).folder == one.folder
+  record([answer()], tmp_path / "ruler__two", seed=8)
+  with pytest.raises(InputError, match="differ: ruler__one, ruler__two; choo"):
+    run_files.find_one(tmp_path)
