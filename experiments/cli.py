@@ -37,6 +37,8 @@ _OF_KVPRESS = {
   ),
   "press_name": ("methods", ""),
 }
+# Flags of programs that run on several hosts.
+_OF_HOSTS = ("multihost", "coordinator", "hosts", "host", "host_timeout")
 _FORMATTED = warnings.formatwarning
 
 
@@ -318,6 +320,11 @@ def _parse(argv: Sequence[str]) -> list[str]:
 
 def _no_flag(name: str) -> str:
   own = help_pages.own_flags()
+  if name in _OF_HOSTS:
+    return (
+      f"This program runs on one host, without --{name}; evaluate, compare, "
+      "calibrate and finetune run on several."
+    )
   guess = suggest(name, own)
   flag, meaning = _OF_KVPRESS.get(name, ("", ""))
   if flag in own:
