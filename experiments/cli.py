@@ -38,6 +38,8 @@ _OF_KVPRESS = {
   ),
   "press_name": ("methods", ""),
 }
+# Flags of programs that run on several hosts.
+_OF_HOSTS = ("multihost", "coordinator", "hosts", "host", "host_timeout")
 _FORMATTED = warnings.formatwarning
 # What absl says of values that Python does not convert.
 _UNCONVERTED = re.compile(
@@ -349,6 +351,11 @@ def _said_by(error: flags.Error) -> str:
 
 def _no_flag(name: str) -> str:
   own = help_pages.own_flags()
+  if name in _OF_HOSTS:
+    return (
+      f"This program runs on one host, without --{name}; evaluate, compare, "
+      "calibrate and finetune run on several."
+    )
   guess = suggest(name, own)
   flag, meaning = _OF_KVPRESS.get(name, ("", ""))
   if flag in own:

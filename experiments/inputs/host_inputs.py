@@ -2,6 +2,7 @@
 
 import os
 import re
+import socket
 import sys
 import threading
 import warnings
@@ -39,6 +40,7 @@ _WAIT = flags.DEFINE_integer(
   "host_timeout", 300, "Seconds to wait for the other hosts.", lower_bound=1
 )
 _ADDRESS = re.compile(r"[^\s:]+:[0-9]{1,5}|\[[0-9a-fA-F:]+\]:[0-9]{1,5}")
+_LAST_PORT = 2**16 - 1
 # Seconds between our message and JAX's.
 _SPARE = 60
 # They differ between hosts.
@@ -70,11 +72,10 @@ def start() -> None:
     raise InputError(
       f"--host={own} is not below --hosts={number}; hosts are numbered from 0."
     )
-  if address is not None and not _ADDRESS.fullmatch(address):
-    raise InputError(
-      f"--coordinator is an address and a port, as in 10.0.0.1:8476; "
-      f"{address!r} is not."
-    )
+  if address is not None:
+    _check_address(address)
+    if own == 0:
+      _check_port(_port(address))
   # JAX would take SIGTERM for itself, and only make a note of it.
   jax.config.update("jax_enable_preemption_service", False)
   # When JAX gives up waiting, it aborts the process; this comes first.
@@ -86,7 +87,7 @@ def start() -> None:
       address, number, own, initialization_timeout=_WAIT.value + _SPARE
     )
   except (ValueError, RuntimeError) as error:
-    raise InputError(_not_found()) from error
+    raise InputError(_not_met(error)) from error
   finally:
     timer.cancel()
   if not multihost.is_first():
@@ -102,21 +103,62 @@ def console() -> rich.console.Console:
   )
 
 
+def _check_address(address: str) -> None:
+  if _ADDRESS.fullmatch(address) and 0 < _port(address) <= _LAST_PORT:
+    return
+  raise InputError(
+    f"--coordinator is an address and a port, as in 10.0.0.1:8476; "
+    f"{address!r} is not."
+  )
+
+
+def _port(address: str) -> int:
+  return int(address.rpartition(":")[2])
+
+
+def _check_port(port: int) -> None:
+  """Refuses a port that host 0 cannot listen at; JAX may crash at one.
+
+  It is bound for a moment as JAX does it: for all addresses of the host, and
+  also if a server that has ended leaves connections there.
+  """
+  dual = socket.has_dualstack_ipv6()
+  with socket.socket(socket.AF_INET6 if dual else socket.AF_INET) as server:
+    if dual:
+      server.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+    server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+      server.bind(("", port))
+    except OSError as error:
+      raise InputError(
+        f"Host 0 cannot listen at port {port}: {error.strerror}; end what "
+        "listens there, or choose another port for --coordinator."
+      ) from error
+
+
 def _give_up() -> None:
-  print(_not_found(), file=sys.stderr, flush=True)
+  print(_not_met(None), file=sys.stderr, flush=True)
   os._exit(exits.WRONG_INPUT)
 
 
-def _not_found() -> str:
+def _not_met(error: Exception | None) -> str:
+  """Says why the hosts have not met: an error, or the time is over."""
   if _COORDINATOR.value is None:
     return (
       "--multihost finds the other hosts by itself on TPU slices and in Slurm "
       "and MPI jobs; elsewhere, give --coordinator=ADDRESS:PORT, --hosts and "
       "--host."
     )
+  address = f"--coordinator={_COORDINATOR.value}"
+  if error is not None:
+    reason, *_ = str(error).splitlines() or [""]
+    return (
+      f"The hosts cannot meet at {address}: {reason.strip().rstrip('.')}; "
+      f"start all {_HOSTS.value}, each with its own --host."
+    )
   return (
-    f"The hosts have not met at --coordinator={_COORDINATOR.value} within "
-    f"{_WAIT.value} s; start all {_HOSTS.value}, with the address of host 0."
+    f"The hosts have not met at {address} within {_WAIT.value} s; start all "
+    f"{_HOSTS.value}, with the address of host 0."
   )
 
 

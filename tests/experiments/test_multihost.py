@@ -4,11 +4,17 @@ import json
 import os
 import shutil
 import signal
+import socket
 import time
 
+import jax
 import pytest
+from absl import flags
+from absl.testing import flagsaver
 from two_hosts import start
 
+from kvjax.errors import InputError
+from kvjax.experiments.inputs import host_inputs
 from kvjax.experiments.run import multihost
 
 HOST_FLAGS = ("--coordinator=127.0.0.1:9", "--hosts=2", "--host=1")
@@ -279,6 +285,10 @@ def test_hosts_with_other_flags_are_refused_by_the_first(tmp_path, port):
       ("--multihost", "--coordinator=here", *HOST_FLAGS[1:]),
       "an address and a port",
     ),
+    (
+      ("--multihost", "--coordinator=here:65536", *HOST_FLAGS[1:]),
+      "'here:65536' is not",
+    ),
     (("--multihost",), "finds the other hosts by itself on TPU slices"),
     (
       ("--multihost", "--host_timeout=1", *HOST_FLAGS),
@@ -291,6 +301,50 @@ def test_hosts_that_cannot_meet_are_told_why(run_binary, program, flags, said):
   assert ended.returncode == 2
   assert said in ended.stderr
   assert ended.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "::"])
+def test_a_port_that_is_in_use_is_named(run_binary, address):
+  family = socket.AF_INET6 if ":" in address else socket.AF_INET
+  with socket.create_server((address, 0), family=family) as taken:
+    port = taken.getsockname()[1]
+    ended = run_binary(
+      "kvjax.experiments.evaluate",
+      *("--multihost", f"--coordinator=127.0.0.1:{port}"),
+      *("--hosts=2", "--host=0", "--host_timeout=20"),
+    )
+  assert ended.returncode == 2
+  assert ended.stderr == (
+    f"Host 0 cannot listen at port {port}: Address already in use; end what "
+    "listens there, or choose another port for --coordinator.\n"
+  )
+
+
+@pytest.mark.parametrize("host", [0, 1])
+def test_what_jax_refuses_at_once_is_no_matter_of_time(monkeypatch, port, host):
+  def refuse(*given, **options):
+    del given, options
+    raise RuntimeError("INVALID_ARGUMENT: no such task.\nFurther lines")
+
+  monkeypatch.setattr(jax.distributed, "initialize", refuse)
+  if not flags.FLAGS.is_parsed():
+    flags.FLAGS(["test"])
+  address = f"127.0.0.1:{port}"
+  with (
+    flagsaver.as_parsed(
+      multihost="true",
+      coordinator=address,
+      hosts="2",
+      host=str(host),
+      host_timeout="9",
+    ),
+    pytest.raises(InputError) as refused,
+  ):
+    host_inputs.start()
+  assert str(refused.value) == (
+    f"The hosts cannot meet at --coordinator={address}: INVALID_ARGUMENT: no "
+    "such task; start all 2, each with its own --host."
+  )
 
 
 def test_one_host_shares_with_nobody():

@@ -216,6 +216,16 @@ def test_flags_of_other_programs_are_none_of_its_own(run_binary):
   assert done.stderr == said
 
 
+@pytest.mark.parametrize("flag", ["multihost", "coordinator", "hosts", "host"])
+def test_it_is_said_which_programs_run_on_several_hosts(run_binary, flag):
+  done = run_binary("kvjax.experiments.tune", f"--{flag}=1")
+  assert done.returncode == 2
+  assert done.stderr == (
+    f"This program runs on one host, without --{flag}; evaluate, compare, "
+    "calibrate and finetune run on several.\n"
+  )
+
+
 TABLES = {
   "3": "must hold a JSON object",
   '{"TPU v4": 3}': "'TPU v4' has 3",
