@@ -62,6 +62,7 @@ from kvjax.experiments.inputs import (
   dry_run_inputs,
   essay_inputs,
   host_inputs,
+  plugin_inputs,
   run_inputs,
   text_inputs,
 )
@@ -80,7 +81,13 @@ from kvjax.experiments.run.elapsed import Elapsed
 from kvjax.experiments.run.line_files import check_writable
 from kvjax.experiments.run.progress_bar import progress_bar
 
-for module in (dry_run_inputs, run_inputs, text_inputs, host_inputs):
+for module in (
+  dry_run_inputs,
+  run_inputs,
+  text_inputs,
+  host_inputs,
+  plugin_inputs,
+):
   flags.adopt_module_key_flags(module)
 flags.set_default(essay_inputs.ESSAY, essays.TRAINING)
 

@@ -19,6 +19,7 @@ from absl import app, flags, logging
 from kvjax import files, user_cache
 from kvjax.errors import InputError, InputWarning
 from kvjax.experiments import exits, help_pages
+from kvjax.experiments.inputs import plugin_inputs
 from kvjax.experiments.run import kernel_failures, multihost
 from kvjax.registry.naming import suggest
 
@@ -83,6 +84,7 @@ def run_on_arguments(main: Callable[[Sequence[str]], None]) -> None:
       with _interruptible():
         _check_names()
         _check_values(argv[1:])
+        plugin_inputs.load(plugin_inputs.PLUGINS.value)
         main(argv[1:])
     except InputError as error:
       _refuse(str(error))

@@ -13,6 +13,7 @@ _WIDTH = 80
 SUBJECTS = {
   "method_inputs": "Methods and budgets",
   "budget_inputs": "Budgets",
+  "plugin_inputs": "Methods of your own",
   "benchmark_inputs": "Benchmark",
   "needle_inputs": "Tasks",
   "essay_inputs": "Prose and keys of needles",
@@ -23,6 +24,7 @@ SUBJECTS = {
   "speed_inputs": "Speed",
   "host_inputs": "Several hosts",
 }
+_LOGGING = "--verbosity=0 logs what the program does, and JAX's own messages."
 _SENTENCES = re.compile(r"(?<=\.) (?=[A-Z-])")
 _TIMES = re.compile(r"\b(minutes?|hours?)\b")
 _KINDS = {"int": "N", "float": "X", "comma separated list of strings": "A,B"}
@@ -51,7 +53,7 @@ def page(program: str, text: str) -> str:
     if found := groups.get(subject):
       found = sorted(found, key=lambda flag: flag.name)
       parts.append("\n".join([f"{subject}:", *map(_entry, found)]))
-  return "\n\n".join(parts)
+  return "\n\n".join([*parts, _LOGGING])
 
 
 def own_flags() -> frozenset[str]:

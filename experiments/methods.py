@@ -4,19 +4,24 @@
   kvjax methods snapkv
 
 prints every method with its presets, and the names that are put before a
-method's name. Methods of installed packages are among them. With names of
-methods or presets, it prints what each keeps, its options with their values,
-and its presets.
+method's name. Methods of installed packages and of --plugins are among them.
+With names of methods or presets, it prints what each keeps, its options with
+their values, and its presets.
 """
 
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from absl import flags
+
 from kvjax.experiments import cli
+from kvjax.experiments.inputs import plugin_inputs
 from kvjax.registry.naming import options_of, unknown
 from kvjax.registry.registry import METHODS, RETRIEVALS, Entry, Recipe
 from kvjax.registry.wrappers import WRAPPERS
+
+flags.adopt_module_key_flags(plugin_inputs)
 
 # Columns of a terminal, and those of the names.
 _WIDTH, _NAMES = 80, 22

@@ -169,5 +169,6 @@ rich.print(board.to_terminal())
 # %% [markdown]
 # With eight samples, differences below 30 points mean little. More `SAMPLES`
 # narrow the intervals; the run goes on from the answers that are there. For the
-# command line, move the class to a package of your own with an entry point;
-# CONTRIBUTING.md says how.
+# command line, save the cell with the class as `valued_keys.py`, and run
+# `kvjax compare --plugins=valued_keys.py --methods=valued_keys,keydiff`. It may
+# also be part of a package of your own; CONTRIBUTING.md says how.

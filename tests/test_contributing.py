@@ -213,7 +213,9 @@ def test_methods_of_every_kind_pass_the_tests(tmp_path):
 
 
 def test_the_entry_point_is_where_ours_look():
-  ((_, lines),) = blocks(section("Ship a method in your own package"), "toml")
+  ((_, lines),) = blocks(
+    section("Keep a method in your own file or package"), "toml"
+  )
   group = lines.splitlines()[0]
   example = (ROOT / "tests" / "plugins" / "pyproject.toml").read_text()
   assert group in example.splitlines()

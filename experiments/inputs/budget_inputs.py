@@ -3,7 +3,10 @@
 from absl import flags
 
 from kvjax.experiments import cli
+from kvjax.experiments.inputs import plugin_inputs
 from kvjax.experiments.run.candidates import Given, parse_budgets
+
+flags.adopt_module_key_flags(plugin_inputs)
 
 RETENTION = flags.DEFINE_list(
   "retention",

@@ -13,7 +13,7 @@ from kvjax.cache.layers import KV_DTYPES
 from kvjax.errors import InputError
 from kvjax.experiments import cli
 from kvjax.experiments.calibration.record_files import AUTO, FOLDER, Auto
-from kvjax.experiments.inputs import run_inputs
+from kvjax.experiments.inputs import plugin_inputs, run_inputs
 from kvjax.experiments.run import candidates, results
 from kvjax.experiments.run.candidates import Candidate, Given
 from kvjax.experiments.run.prompting import (
@@ -24,6 +24,8 @@ from kvjax.experiments.run.prompting import (
 )
 from kvjax.options.schedules import WHOLE
 from kvjax.registry.names import get_recipe, split_budget
+
+flags.adopt_module_key_flags(plugin_inputs)
 
 _METHODS = flags.DEFINE_list(
   "methods",

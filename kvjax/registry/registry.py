@@ -130,9 +130,9 @@ def register(
   A class or function of the same module and name replaces the one that was
   registered before, so that a notebook's cell may run again.
 
-  The name is known in this process only: the programs of the command line do
-  not see what a script registers. They know the methods that installed packages
-  name as entry points of the group `kvjax.methods`.
+  The name is known in this process only. The programs of the command line know
+  the methods that the files of their flag `--plugins` register, and those that
+  installed packages name as entry points of the group `kvjax.methods`.
 
   Args:
     name: lower-case letters, digits and underscores.

@@ -94,4 +94,6 @@ def test_a_flag_is_shown_with_its_form_and_its_default(monkeypatch):
     "  --rows=N: Some rows. Default: 3.",
     "  --side=left|right: A side. Default: left.",
     "  --tau=X: Some tau.",
+    "",
+    help_pages._LOGGING,
   ]
