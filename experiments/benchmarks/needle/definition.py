@@ -22,16 +22,16 @@ class _Grid(Benchmark):
   def total(self, request: Request) -> int:
     return grids.total(self.lengths_of(request), request)
 
-  def cells(self, lm: Pretrained, request: Request) -> tuple[Any, ...]:
-    """The first arguments of `grids.needle_samples`, for all samples."""
-    return (
-      self.lengths_of(request),
-      grids.even_depths(request.value(DEPTHS)),
-      request.samples or grids.SAMPLES,
-      request.seed,
-      lm.text.count,
-      request.on_draw,
-    )
+  def cells(self, lm: Pretrained, request: Request) -> dict[str, Any]:
+    """The arguments of `grids.needle_samples` that passkeys have, too."""
+    return {
+      "lengths": self.lengths_of(request),
+      "depths": grids.even_depths(request.value(DEPTHS)),
+      "samples": request.samples or grids.SAMPLES,
+      "seed": request.seed,
+      "count": lm.text.count,
+      "on_draw": request.on_draw,
+    }
 
 
 class Needle(_Grid):
@@ -46,7 +46,7 @@ class Needle(_Grid):
   def draw(self, lm: Pretrained, request: Request) -> Drawn:
     texts = request.texts()
     samples = grids.needle_samples(
-      *self.cells(lm, request), essay=texts.essay, words=texts.key_words
+      **self.cells(lm, request), essay=texts.essay, words=texts.key_words
     )
     return Drawn(samples, texts.needle_origins)
 
@@ -62,5 +62,7 @@ class Passkey(_Grid):
   @override
   def draw(self, lm: Pretrained, request: Request) -> Drawn:
     texts = request.texts()
-    samples = grids.passkey_samples(*self.cells(lm, request), essay=texts.essay)
+    samples = grids.passkey_samples(
+      **self.cells(lm, request), essay=texts.essay
+    )
     return Drawn(samples, texts.needle_origins).with_chat(request)

@@ -5,9 +5,11 @@ from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-TITLE, LABEL, TICK = 9, 8, 7
+# Font sizes in points.
+_TITLE, LABEL, TICK = 9, 8, 7
 # For color-blind readers: of a kind, of another, and what stands out.
 GRAY, BLUE, ORANGE, DARK = "#C8C8C8", "#0077BB", "#EE7733", "#222222"
 
@@ -35,6 +37,18 @@ def canvas(width: float, height: float) -> Figure:
   return Figure(figsize=(width, height), layout="constrained")
 
 
+def finish(
+  axes: Axes, x: str = "", y: str = "", title: str = "", framed: bool = False
+) -> None:
+  """Labels a panel in the sizes of all pictures; matrices are framed."""
+  axes.set_title(title, fontsize=_TITLE)
+  axes.set_xlabel(x, fontsize=LABEL)
+  axes.set_ylabel(y, fontsize=LABEL)
+  axes.tick_params(labelsize=TICK)
+  if not framed:
+    axes.spines[["top", "right"]].set_visible(False)
+
+
 def scaled_layer(layer: int, of: int, layers: int) -> int:
   """Finds the layer at the depth of another model's layer."""
   return min(round(layer * layers / of), layers - 1)
@@ -58,14 +72,10 @@ def head_maps(maps: Sequence[HeadMap]) -> Figure:
       vmin=limits[0],
       vmax=limits[1],
     )
-    axes.set_title(one.title, fontsize=TITLE)
-    axes.set_xlabel("head", fontsize=LABEL)
-    axes.set_ylabel("layer", fontsize=LABEL)
+    finish(axes, "head", "layer", one.title, framed=True)
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.yaxis.get_major_locator().set_params(integer=True)
-    axes.tick_params(labelsize=TICK)
-    bar = figure.colorbar(image, ax=axes)
-    bar.ax.tick_params(labelsize=TICK)
+    figure.colorbar(image, ax=axes).ax.tick_params(labelsize=TICK)
   return figure
 
 

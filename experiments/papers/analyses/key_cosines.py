@@ -9,10 +9,9 @@ from matplotlib.figure import Figure
 
 from kvjax.experiments.papers.analyses import attention_weights
 from kvjax.experiments.papers.analyses.drawing import (
-  LABEL,
   TICK,
-  TITLE,
   canvas,
+  finish,
   scaled_layer,
 )
 from kvjax.experiments.papers.analyses.observed import activations
@@ -104,9 +103,6 @@ def _draw(heads: Sequence[_Head]) -> Figure:
       (right, head.attention, "attention weights", 0, "viridis", "query"),
     ):
       image = axes.imshow(cells, cmap=colors, vmin=least, vmax=1)
-      axes.set_title(f"{title}, {place}", fontsize=TITLE)
-      axes.set_xlabel("key", fontsize=LABEL)
-      axes.set_ylabel(rows, fontsize=LABEL)
-      axes.tick_params(labelsize=TICK)
+      finish(axes, "key", rows, f"{title}, {place}", framed=True)
       figure.colorbar(image, ax=axes).ax.tick_params(labelsize=TICK)
   return figure

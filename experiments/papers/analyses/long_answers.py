@@ -8,7 +8,7 @@ from jaxtyping import Float, Int
 from matplotlib.figure import Figure
 
 import kvjax
-from kvjax.experiments.papers.analyses.drawing import LABEL, TICK, canvas
+from kvjax.experiments.papers.analyses.drawing import LABEL, canvas, finish
 from kvjax.experiments.papers.findings import Findings, Subject
 from kvjax.experiments.report import wording
 from kvjax.experiments.report.formats import Table
@@ -160,10 +160,7 @@ def _draw(written: Sequence[_Written]) -> Figure:
       markersize=4,
       label=one.name,
     )
-  axes.set_xlabel("tokens written", fontsize=LABEL)
-  axes.set_ylabel("% of texts as with the full cache", fontsize=LABEL)
   axes.set_ylim(-3, 103)
-  axes.tick_params(labelsize=TICK)
-  axes.spines[["top", "right"]].set_visible(False)
+  finish(axes, "tokens written", "% of texts as with the full cache")
   axes.legend(fontsize=LABEL)
   return figure

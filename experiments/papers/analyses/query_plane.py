@@ -15,9 +15,8 @@ from kvjax.experiments.papers.analyses.drawing import (
   GRAY,
   LABEL,
   ORANGE,
-  TICK,
-  TITLE,
   canvas,
+  finish,
   scaled_layer,
 )
 from kvjax.experiments.papers.analyses.observed import activations
@@ -144,8 +143,5 @@ def _draw_head(axes: Axes, head: _Head) -> None:
     step = -(-len(rows) // _POINTS)
     x, y = ((rows[::step] - mean) @ directions.T).T
     axes.scatter(x, y, s=size, color=color, marker=marker, label=label)
-  axes.set_title(f"layer {head.layer}, KV head {head.head}", fontsize=TITLE)
-  axes.set_xlabel("first component", fontsize=LABEL)
-  axes.set_ylabel("second component", fontsize=LABEL)
-  axes.tick_params(labelsize=TICK)
-  axes.spines[["top", "right"]].set_visible(False)
+  title = f"layer {head.layer}, KV head {head.head}"
+  finish(axes, "first component", "second component", title)

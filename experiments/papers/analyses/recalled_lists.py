@@ -9,7 +9,7 @@ from jaxtyping import Float
 from matplotlib.figure import Figure
 
 from kvjax.activations import Activations
-from kvjax.experiments.papers.analyses.drawing import BLUE, LABEL, TICK, canvas
+from kvjax.experiments.papers.analyses.drawing import BLUE, canvas, finish
 from kvjax.experiments.papers.analyses.neighbors import highest
 from kvjax.experiments.papers.analyses.observed import activations
 from kvjax.experiments.papers.analyses.vectors import unit
@@ -163,8 +163,5 @@ def _draw(by_probes: Mapping[int, Float[np.ndarray, "B L 3"]]) -> Figure:
     axes.set_xscale("log", base=2)
     axes.set_xticks(probes, [str(count) for count in probes])
     axes.set_ylim(0, 1.04 * scale)
-    axes.set_xlabel("C', lists recalled", fontsize=LABEL)
-    axes.set_ylabel(label, fontsize=LABEL)
-    axes.tick_params(labelsize=TICK)
-    axes.spines[["top", "right"]].set_visible(False)
+    finish(axes, "C', lists recalled", label)
   return figure

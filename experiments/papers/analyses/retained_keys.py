@@ -10,7 +10,13 @@ from matplotlib.figure import Figure
 
 import kvjax
 from kvjax.cache.layers import LayerCache
-from kvjax.experiments.papers.analyses.drawing import LABEL, TICK, canvas
+from kvjax.experiments.papers.analyses.drawing import (
+  BLUE,
+  GRAY,
+  LABEL,
+  canvas,
+  finish,
+)
 from kvjax.experiments.papers.analyses.vectors import unit
 from kvjax.experiments.papers.findings import Findings, Scale, Subject
 from kvjax.experiments.report import wording
@@ -184,10 +190,11 @@ def _draw_distributions(
       linestyle=(0, style.dashes) if style.dashes else "-",
       label=name,
     )
-  axes.set_xlabel("log det of the cosines of retained keys", fontsize=LABEL)
-  axes.set_ylabel("share of heads that have at most this", fontsize=LABEL)
-  axes.tick_params(labelsize=TICK)
-  axes.spines[["top", "right"]].set_visible(False)
+  finish(
+    axes,
+    "log det of the cosines of retained keys",
+    "share of heads that have at most this",
+  )
   axes.legend(fontsize=LABEL)
   return figure
 
@@ -201,11 +208,9 @@ def _draw(
   figure = canvas(9, 6.2)
   panels = figure.subplots(2, 3, sharex=True, sharey=True).ravel()
   for panel, (name, keys) in zip(panels, retained.items(), strict=True):
-    panel.scatter(*((everything - mean) @ axes.T).T, s=5, color="#C8C8C8")
-    panel.scatter(*((keys - mean) @ axes.T).T, s=5, color="#0077BB")
-    panel.set_title(f"{name}, {len(keys)} of {len(everything)}", fontsize=9)
-    panel.tick_params(labelsize=7)
-    panel.spines[["top", "right"]].set_visible(False)
+    panel.scatter(*((everything - mean) @ axes.T).T, s=5, color=GRAY)
+    panel.scatter(*((keys - mean) @ axes.T).T, s=5, color=BLUE)
+    finish(panel, title=f"{name}, {len(keys)} of {len(everything)}")
   figure.supxlabel("first component", fontsize=9)
   figure.supylabel("second component", fontsize=9)
   return figure

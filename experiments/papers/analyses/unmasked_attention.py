@@ -10,7 +10,12 @@ from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 
 from kvjax.experiments.papers.analyses import attention_weights
-from kvjax.experiments.papers.analyses.drawing import LABEL, TICK, TITLE, canvas
+from kvjax.experiments.papers.analyses.drawing import (
+  LABEL,
+  TICK,
+  canvas,
+  finish,
+)
 from kvjax.experiments.papers.analyses.observed import activations
 from kvjax.experiments.papers.findings import Findings, Subject
 from kvjax.experiments.report.formats import Table
@@ -160,10 +165,7 @@ def _draw_logarithmic(
     image = axes.imshow(
       np.maximum(cells, _LEAST), cmap="magma", norm=LogNorm(_LEAST, 1.0)
     )
-    axes.set_title(title, fontsize=TITLE)
-    axes.set_xlabel("key", fontsize=LABEL)
-    axes.set_ylabel("query", fontsize=LABEL)
-    axes.tick_params(labelsize=TICK)
+    finish(axes, "key", "query", title, framed=True)
   bar = figure.colorbar(image, ax=panels.tolist())
   bar.set_label("attention weight", fontsize=LABEL)
   bar.ax.tick_params(labelsize=TICK)

@@ -201,6 +201,12 @@ def test_turns_are_counted_from_one_with_what_is_kept(answer, record):
   assert kept.lines == [["keydiff", "200.0", "201.0", "202.0", "201.0"]]
 
 
+def test_samples_of_no_texts_say_so(answer, record):
+  assert "Data: no texts." in run_tables.markdown(
+    record([answer()], data={}), []
+  )
+
+
 def test_only_lines_with_every_column_have_a_mean(answer, record):
   found = record([answer("full"), answer(), answer("full", length=2048)])
   table = titled(found, "score by length at 25 %")
