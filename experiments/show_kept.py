@@ -27,6 +27,7 @@ from kvjax.experiments.tasks import prose, suite
 for name in ("model", "mesh", "kernels", "kernels_table", "dtype"):
   flags.declare_key_flag(name)
 flags.adopt_module_key_flags(budget_inputs)
+flags.set_default(budget_inputs.RETENTION, ["0.25"])
 
 _TEXT = flags.DEFINE_string(
   "text", None, "Text file to show; the default is prose with a needle."
