@@ -25,13 +25,13 @@ import shlex
 import sys
 from collections.abc import Sequence
 
-import rich.console
 from absl import flags
 
 from kvjax import files
 from kvjax.errors import InputError
 from kvjax.experiments import cli
 from kvjax.experiments.run import children, outputs
+from kvjax.experiments.run.sentences import say
 from kvjax.experiments.timing import device_steps
 from kvjax.experiments.tpu.published import SHIPPED, Published
 
@@ -69,7 +69,6 @@ def main() -> None:
     )
   Published.find(_SIZES.value)
   folder = outputs.folder(_OUTPUT.value)
-  console = rich.console.Console(highlight=False)
   chosen = {
     folder / f"{name}.txt": arguments
     for name, arguments in device_steps.steps(rows, _SIZES.value, folder)
@@ -80,11 +79,11 @@ def main() -> None:
   failed = []
   for path, arguments in chosen.items():
     if path.exists():
-      console.print(f"{path} is there.", soft_wrap=True)
-    elif not _run(path, arguments, console):
+      say(f"{path} is there.")
+    elif not _run(path, arguments):
       failed.append(path.stem)
   if failed:
-    console.print(f"These steps failed: {', '.join(failed)}.")
+    say(f"These steps failed: {', '.join(failed)}.")
     sys.exit(_FAILED)
 
 
@@ -109,16 +108,14 @@ def _check_command(path: pathlib.Path, arguments: Sequence[str]) -> None:
     )
 
 
-def _run(
-  path: pathlib.Path, arguments: Sequence[str], console: rich.console.Console
-) -> bool:
+def _run(path: pathlib.Path, arguments: Sequence[str]) -> bool:
   """Runs a step and keeps what it prints; returns whether it succeeded."""
   program, *rest = arguments
   command = _command(arguments)
-  console.print(command, markup=False, soft_wrap=True)
+  say(command)
   # Progress and errors go to this terminal.
   ended = children.run(f"kvjax.experiments.{program}", rest, keep=True)
-  console.print(ended.printed, markup=False, soft_wrap=True)
+  say(ended.printed)
   if ended.code:
     return False
   outputs.write_text(path, f"{command}\n\n{ended.printed}")

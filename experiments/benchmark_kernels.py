@@ -24,13 +24,13 @@ compute-bound operation, which needs a GPU or a TPU.
 from collections.abc import Sequence
 from typing import Any
 
-import rich.console
 from absl import flags
 
 from kvjax.experiments import cli
 from kvjax.experiments.inputs import run_inputs
 from kvjax.experiments.run import environment, outputs
 from kvjax.experiments.run.progress_bar import progress_bar
+from kvjax.experiments.run.sentences import say
 from kvjax.experiments.timing import kernel_tables, kernel_timing
 from kvjax.kernels.specs import Spec, named_specs
 
@@ -65,8 +65,7 @@ def main() -> None:
   text = kernel_tables.to_markdown(summary)
   outputs.write_json(folder / "summary.json", summary)
   outputs.write_text(folder / "table.md", text)
-  console = rich.console.Console(highlight=False)
-  console.print(text, markup=False, soft_wrap=True)
+  say(text)
 
 
 def _measure(wanted: Sequence[tuple[str, Spec]]) -> list[dict[str, Any]]:

@@ -80,6 +80,7 @@ from kvjax.experiments.run.comparison import Work, check_hosts, pending, wanted
 from kvjax.experiments.run.elapsed import Elapsed
 from kvjax.experiments.run.line_files import check_writable
 from kvjax.experiments.run.progress_bar import progress_bar
+from kvjax.experiments.run.sentences import say
 
 for module in (
   dry_run_inputs,
@@ -172,7 +173,7 @@ def main() -> None:
   check_writable(folder)
   console = host_inputs.console()
   for note in choice.notes:
-    console.print(note)
+    say(note)
   settings = _settings(choice.data)
   with run_inputs.loaded() as (lm, devices):
     run_inputs.check_lengths(lm, lengths)
@@ -183,10 +184,11 @@ def main() -> None:
     works = run.pending(chosen, steps)
     if dry_run_inputs.DRY_RUN.value:
       with progress_bar(None, transient=True):
-        console.print(str(dry_run.foresee(lm, works)))
+        foreseen = dry_run.foresee(lm, works)
+      say(str(foreseen))
       return
     if note := _too_few(len(choice.tasks) * len(lengths)):
-      console.print(note, soft_wrap=True)
+      say(note)
     dry_run.announce(lm, works)
     fitted = run.fit(chosen, steps)
   if not multihost.is_first():

@@ -46,6 +46,7 @@ from kvjax.experiments.report import writing
 from kvjax.experiments.run import outputs, runner, side_by_side, summaries
 from kvjax.experiments.run.candidates import FULL, Candidate
 from kvjax.experiments.run.progress_bar import progress_bar
+from kvjax.experiments.run.sentences import say
 from kvjax.experiments.tasks import suite
 
 for module in (
@@ -102,7 +103,7 @@ def _compare(chosen: Sequence[Candidate]) -> None:
     samples = needle_inputs.samples(lm)
     repeated = repetition.of(samples)
     for note in repeated.notes:
-      console.print(note)
+      say(note)
     job = runner.Job(
       lm=lm,
       devices=devices,
@@ -122,7 +123,7 @@ def _compare(chosen: Sequence[Candidate]) -> None:
     names = list(dict.fromkeys(same))
     summary["rows"] += summaries.at_retention_one(summary["rows"], names)
   console.print(writing.write_comparison(folder, summary, run.answers))
-  console.print(f"{run}; all in {folder}")
+  say(f"{run}; all in {folder}")
 
 
 def _check_tasks(names: Sequence[str]) -> None:

@@ -38,6 +38,7 @@ from kvjax.experiments.inputs import (
 )
 from kvjax.experiments.report import writing
 from kvjax.experiments.run import outputs, results, runner
+from kvjax.experiments.run.sentences import say
 
 for module in (
   benchmark_inputs,
@@ -66,7 +67,7 @@ def main() -> None:
   with run_inputs.loaded() as (lm, devices):
     drawn = benchmark_inputs.draw(lm)
     for note in drawn.notes:
-      console.print(note)
+      say(note)
     settings = method_inputs.settings(
       benchmark_inputs.chosen().name, drawn.data, benchmark_inputs.protocol()
     )
@@ -85,7 +86,7 @@ def main() -> None:
     return
   run.summary["about"] = dict(drawn.about)
   console.print(writing.write_run(folder, run.summary))
-  console.print(f"{run}; all in {folder}")
+  say(f"{run}; all in {folder}")
 
 
 def folder_name(settings: results.Settings) -> str:

@@ -26,6 +26,7 @@ from kvjax.experiments.finetuning.tuner import Recipe, Tuner
 from kvjax.experiments.inputs import document_inputs, host_inputs, run_inputs
 from kvjax.experiments.report import wording
 from kvjax.experiments.run import multihost, outputs
+from kvjax.experiments.run.sentences import say
 from kvjax.models import lora
 
 for module in (document_inputs, run_inputs, host_inputs):
@@ -96,7 +97,7 @@ def main() -> None:
     run_inputs.check_batch()
     run_inputs.check_part_length(lm, _LENGTH.value)
     parts = documents.chunks(texts, lm.text, _LENGTH.value, training.QUERIES)
-    host_inputs.console().print(
+    say(
       f"{wording.count(len(texts), 'document')} of {sum(parts.lengths):,} "
       f"tokens in {wording.count(len(parts.lengths), 'chunk')}"
     )
@@ -117,10 +118,7 @@ def main() -> None:
     models.save(dataclasses.replace(lm, model=model, params=params), output)
     logging.info("Wrote the model to %s", output)
     multihost.gather(b"")
-  host_inputs.console().print(
-    f"The finetuned model is in {output}, its adapters in {adapter}.",
-    soft_wrap=True,
-  )
+  say(f"The finetuned model is in {output}, its adapters in {adapter}.")
 
 
 if __name__ == "__main__":

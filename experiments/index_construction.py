@@ -32,7 +32,6 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import rich.console
 from absl import flags
 
 from kvjax.errors import InputError
@@ -42,6 +41,7 @@ from kvjax.experiments.inputs.number_lists import parse_numbers
 from kvjax.experiments.report import formats, wording
 from kvjax.experiments.run import environment, outputs
 from kvjax.experiments.run.progress_bar import progress_bar
+from kvjax.experiments.run.sentences import say
 from kvjax.experiments.timing import index_builders
 from kvjax.experiments.timing.index_builders import (
   KEY_CENTERS,
@@ -100,7 +100,7 @@ def main() -> None:
   text = to_markdown(summary)
   outputs.write_json(folder / "summary.json", summary)
   outputs.write_text(folder / "table.md", text)
-  rich.console.Console(highlight=False).print(text, markup=False)
+  say(text)
 
 
 def measure(

@@ -24,6 +24,7 @@ from kvjax.errors import InputError
 from kvjax.experiments import cli
 from kvjax.experiments.report import kvpress, ranking, run_files, wording
 from kvjax.experiments.run import outputs, results
+from kvjax.experiments.run.sentences import say
 
 _OUTPUT = flags.DEFINE_string("output", "results/leaderboard", "Output folder.")
 _KVPRESS = flags.DEFINE_string(
@@ -47,8 +48,7 @@ def main(directories: Sequence[str]) -> None:
   sources = [pathlib.Path(name) for name in directories]
   runs = run_files.find(sources)
   board = ranking.merge(runs, run_files.unfinished(sources))
-  console = rich.console.Console(highlight=False)
-  console.print(board.to_terminal())
+  rich.console.Console(highlight=False).print(board.to_terminal())
   outputs.write_text(folder / "leaderboard.csv", board.to_csv())
   plots = board.plots()
   for name, png in plots.items():
@@ -62,16 +62,12 @@ def main(directories: Sequence[str]) -> None:
     if path.name not in plots:
       path.unlink()
   count = wording.count(len(runs), "run")
-  console.print(f"{count}; leaderboard.csv, .md, .html and plots in {folder}")
+  say(f"{count}; leaderboard.csv, .md, .html and plots in {folder}")
   if export_folder is not None:
-    _export(runs, export_folder, console)
+    _export(runs, export_folder)
 
 
-def _export(
-  runs: Sequence[run_files.Record],
-  root: pathlib.Path,
-  console: rich.console.Console,
-) -> None:
+def _export(runs: Sequence[run_files.Record], root: pathlib.Path) -> None:
   count = 0
   for record in runs:
     for folder in kvpress.folders(record):
@@ -80,7 +76,7 @@ def _export(
         outputs.write_text(target / name, text)
       count += 1
   folders = wording.count(count, "folder")
-  console.print(f"{folders} in kvpress's layout in {root}")
+  say(f"{folders} in kvpress's layout in {root}")
 
 
 if __name__ == "__main__":

@@ -47,6 +47,7 @@ from kvjax.experiments.tpu.engine_programs import Use
 from kvjax.experiments.tpu.published import SHIPPED, Published
 
 flags.adopt_module_key_flags(budget_inputs)
+flags.set_default(budget_inputs.RETENTION, ["0.25"])
 
 _MODEL = flags.DEFINE_string(
   "model",

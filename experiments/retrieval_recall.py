@@ -57,7 +57,6 @@ flags.adopt_module_key_flags(needle_inputs)
 flags.adopt_module_key_flags(budget_inputs)
 # What a token reads is fixed; a share of the prompt would grow with it.
 flags.set_default(budget_inputs.BUDGET, ["512", "128"])
-flags.set_default(budget_inputs.RETENTION, None)
 
 _METHODS = flags.DEFINE_list(
   "methods", list(RETRIEVALS), "Retrieval methods or presets, with options."

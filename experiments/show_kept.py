@@ -12,7 +12,6 @@ cores.
 
 import pathlib
 
-import rich.console
 from absl import flags
 
 from kvjax.errors import InputError
@@ -22,11 +21,13 @@ from kvjax.experiments.kept import page
 from kvjax.experiments.run import outputs, side_by_side
 from kvjax.experiments.run.candidates import FULL, candidates
 from kvjax.experiments.run.progress_bar import progress_bar
+from kvjax.experiments.run.sentences import say
 from kvjax.experiments.tasks import prose, suite
 
 for name in ("model", "mesh", "kernels", "kernels_table", "dtype"):
   flags.declare_key_flag(name)
 flags.adopt_module_key_flags(budget_inputs)
+flags.set_default(budget_inputs.RETENTION, ["0.25"])
 
 _TEXT = flags.DEFINE_string(
   "text", None, "Text file to show; the default is prose with a needle."
@@ -59,7 +60,6 @@ def main() -> None:
     )
   output = outputs.file(_OUTPUT.value)
   text = _TEXT.value and side_by_side.read_text(pathlib.Path(_TEXT.value))
-  console = rich.console.Console(highlight=False)
   with (
     run_inputs.loaded() as (lm, _),
     progress_bar(None, "reading the text", transient=True),
@@ -73,7 +73,7 @@ def main() -> None:
     shown = page.of_text(lm, chosen, text, _QUESTION.value, about)
   outputs.write_text(output, shown.html)
   names = ", ".join(f"{c.method} at {c.budget}" for c in chosen)
-  console.print(f"{output} shows {names}.")
+  say(f"{output} shows {names}.")
 
 
 if __name__ == "__main__":

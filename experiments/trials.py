@@ -33,6 +33,7 @@ from kvjax.experiments import cli
 from kvjax.experiments.report import formats, run_files
 from kvjax.experiments.report.anova import compare, scores_of
 from kvjax.experiments.run import children, outputs, results
+from kvjax.experiments.run.sentences import say
 
 _TRIALS = flags.DEFINE_integer("trials", 20, "Number of trials.", lower_bound=2)
 _FIRST_SEED = flags.DEFINE_integer(
@@ -71,15 +72,14 @@ def main(arguments: Sequence[str]) -> None:
     runs.append(run_files.find_one(folder))
   scores = scores_of(runs)
   table = compare(scores, _MARGIN.value)
-  console = rich.console.Console(highlight=False)
-  console.print(table)
+  rich.console.Console(highlight=False).print(table)
   outputs.write_text(output / "trials.md", formats.to_markdown(table))
   data = [
     {"method": method, "budget": budget, "scores": trials}
     for (method, budget), trials in scores.items()
   ]
   outputs.write_json(output / "trials.json", {"trials": data})
-  console.print(f"All in {output}")
+  say(f"All in {output}")
 
 
 def _evaluate(arguments: Sequence[str]) -> None:

@@ -1,4 +1,7 @@
-"""Flags for the budgets of programs that take shares or tokens, not both."""
+"""Flags for the budgets of programs that take shares or tokens, not both.
+
+Each program sets a default of one of them.
+"""
 
 from absl import flags
 
@@ -9,9 +12,7 @@ from kvjax.experiments.run.candidates import Given, parse_budgets
 flags.adopt_module_key_flags(plugin_inputs)
 
 RETENTION = flags.DEFINE_list(
-  "retention",
-  ["0.25"],
-  "Shares of the context to keep, or to retrieve per token.",
+  "retention", None, "Shares of the context to keep, or to retrieve per token."
 )
 BUDGET = flags.DEFINE_list(
   "budget", None, "Tokens to keep or to retrieve, instead of --retention."
@@ -19,13 +20,11 @@ BUDGET = flags.DEFINE_list(
 
 
 def budgets() -> list[Given]:
-  """Returns those of --retention, or of --budget instead.
-
-  Either may have a default; the flag that is given counts.
+  """Returns those of the flag that is given, or else of the default.
 
   Raises:
     InputError: both flags are given, or a value is not a number in range.
   """
   cli.refuse_together("retention", ["budget"], "both say how much to keep")
   tokens = None if RETENTION.present else BUDGET.value
-  return parse_budgets(RETENTION.value, tokens)
+  return parse_budgets(RETENTION.value or [], tokens)

@@ -1,8 +1,6 @@
 """Answers on disk: resumed, never doubled, never mixed; their means."""
 
-import concurrent.futures
 import dataclasses
-import fcntl
 import json
 import pathlib
 import resource
@@ -379,37 +377,6 @@ def test_a_full_disk_loses_nothing(tmp_path):
     assert list(again.records) == [an_answer(0).key]
   results.add([an_answer(1)])
   assert path.read_bytes().startswith(whole)
-  assert len(lines(tmp_path)) == 2
-
-
-def test_two_runs_do_not_write_over_each_other(tmp_path):
-  one, other = Results(tmp_path, SETTINGS), Results(tmp_path, SETTINGS)
-  one.add([an_answer(0)])
-  one.add([an_answer(1)])
-  with pytest.raises(InputError, match="Another run writes to"):
-    other.add([an_answer(2)])
-  one.add([an_answer(3)])
-  assert len(lines(tmp_path)) == 3
-
-
-def test_a_run_that_waits_for_another_does_not_remove_its_answers(tmp_path):
-  Results(tmp_path, SETTINGS).add([an_answer(0)])
-  waiting = Results(tmp_path, SETTINGS)
-  path = tmp_path / "samples.jsonl"
-  (tmp_path / "other").mkdir()
-  Results(tmp_path / "other", SETTINGS).add([an_answer(1)])
-  line = (tmp_path / "other" / "samples.jsonl").read_bytes()
-  with concurrent.futures.ThreadPoolExecutor() as pool:
-    with path.open("ab", buffering=0) as file:
-      fcntl.flock(file, fcntl.LOCK_EX)
-      added = pool.submit(waiting.add, [an_answer(2)])
-      # Long enough to open the file and to wait for the lock.
-      concurrent.futures.wait([added], timeout=0.5)
-      assert not added.done()
-      file.write(line)
-    with pytest.raises(InputError, match="Another run writes to"):
-      added.result()
-  assert path.read_bytes().endswith(line)
   assert len(lines(tmp_path)) == 2
 
 

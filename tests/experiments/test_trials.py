@@ -98,19 +98,22 @@ def test_flags_of_the_trials_own_are_refused(run_binary, tmp_path, flag):
 def test_runs_with_other_flags_are_no_further_trials(
   run_binary, tiny_directory, tmp_path
 ):
+  # Neither markup nor too long for a line.
+  output = tmp_path / ("[bold]" + 80 * "a")
   arguments = [
     *("kvjax.experiments.trials", "--trials=2", "--first_seed=3"),
-    *(f"--output={tmp_path}", "--"),
+    *(f"--output={output}", "--"),
     *(f"--model={tiny_directory}", "--methods=streaming", "--retention=0.5"),
     *("--benchmark=needle", "--length=128", "--samples=1"),
   ]
   for _ in range(2):
     result = run_binary(*arguments)
     assert result.returncode == 0, result.stderr
-    made = json.loads((tmp_path / "trials.json").read_text())
+    assert f"\nAll in {output}\n" in result.stdout
+    made = json.loads((output / "trials.json").read_text())
     assert [len(each["scores"]) for each in made["trials"]] == [2, 2]
   other = run_binary(*arguments, "--heads=query")
   assert other.returncode == 2
   assert "seed_3 holds 2 runs, whose settings differ" in other.stderr
   # It does not wait for all trials.
-  assert len([*(tmp_path / "seed_4").iterdir()]) == 1
+  assert len([*(output / "seed_4").iterdir()]) == 1

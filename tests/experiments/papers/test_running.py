@@ -101,8 +101,7 @@ def test_an_experiment_runs_and_tells_what_it_is_not(
 def test_random_choices_have_the_seed_of_the_session(session, invented):
   """The session's is 3, as --seed would be."""
   line = dataclasses.replace(
-    invented.lines[-1],
-    small=dataclasses.replace(invented.lines[-1].small, method="random"),
+    invented.lines[-1], small=invented.lines[-1].small._replace(method="random")
   )
   cells = running._plan(
     dataclasses.replace(invented, lines=(line,)), session, pathlib.Path("no")
