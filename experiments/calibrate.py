@@ -182,6 +182,7 @@ def main() -> None:
     steps = run.steps()
     measuring.check(lm, chosen, steps[_TRIPLES])
     works = run.pending(chosen, steps)
+    dry_run.announce(lm, works)
     if dry_run_inputs.DRY_RUN.value:
       with progress_bar(None, transient=True):
         foreseen = dry_run.foresee(lm, works)
@@ -189,7 +190,6 @@ def main() -> None:
       return
     if note := _too_few(len(choice.tasks) * len(lengths)):
       say(note)
-    dry_run.announce(lm, works)
     fitted = run.fit(chosen, steps)
   if not multihost.is_first():
     return

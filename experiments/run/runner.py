@@ -107,10 +107,7 @@ def answer(job: Job, began: float) -> Run:
 
   doing = "compiling" if new else "nothing is new"
   logging.info("%s has %d answers already", folder, len(store.records))
-  if new:
-    expected = forecast.estimate_of(lm, work)
-    if multihost.is_first():
-      print(f"{forecast.cost_of(work)} {expected}", file=sys.stderr)
+  _announce(lm, work)
   with progress_bar(new, doing) as advance:
 
     def on_answers(task: str, count: int) -> None:
@@ -137,11 +134,22 @@ def foresee(job: Job) -> forecast.Forecast:
   lm, _, chosen, samples, settings, folder, batch = job
   comparison.check_hosts(settings, comparison.wanted(chosen, samples))
   store = results.Results(folder, settings)
+  work = comparison.pending(
+    lm, chosen, samples, store, batch, settings.protocol
+  )
+  # Before the measurement, which may take minutes.
+  _announce(lm, work)
   with progress_bar(None, transient=True):
-    return forecast.forecast(
-      lm,
-      comparison.pending(lm, chosen, samples, store, batch, settings.protocol),
-    )
+    return forecast.forecast(lm, work)
+
+
+def _announce(lm: Pretrained, work: comparison.Work) -> None:
+  """Says on stderr what is left to do, and about how long it takes."""
+  if not work.missing:
+    return
+  expected = forecast.estimate_of(lm, work)
+  if multihost.is_first():
+    print(f"{forecast.cost_of(work)} {expected}", file=sys.stderr, flush=True)
 
 
 def _decoding(samples: results.Samples) -> str:
