@@ -234,32 +234,6 @@ def test_a_mesh_of_some_of_the_devices_of_both_is_refused_once(
 
 
 @pytest.mark.slow
-def test_two_hosts_calibrate_as_one(run_binary, tiny_directory, tmp_path, port):
-  given = (
-    *(f"--model={tiny_directory}", "--length=320", "--tasks=niah_single_1"),
-    *("--methods=keydiff,snapkv", "--retention=0.3,0.6", "--batch=1"),
-    *("--samples=3", "--others=1", "--held_out=1"),
-  )
-  one, two = tmp_path / "one", tmp_path / "two"
-  both = [
-    start(*given, host=h, port=port, output=two, program="calibrate")
-    for h in range(2)
-  ]
-  ended = [process.communicate(timeout=600) for process in both]
-  assert [process.returncode for process in both] == [0, 0], ended
-  run_binary("kvjax.experiments.calibrate", *given, f"--output={one}")
-  written = sorted(path.name for path in one.glob("records/*"))
-  assert len(written) == 2
-  for name in (
-    *("triples.jsonl", "others.jsonl", "held_out.jsonl"),
-    *(f"records/{name}" for name in written),
-  ):
-    assert (two / name).read_text() == (one / name).read_text()
-  assert "2 records in" in ended[0][0]
-  assert "records" not in ended[1][0]
-
-
-@pytest.mark.slow
 def test_hosts_with_other_flags_are_refused_by_the_first(tmp_path, port):
   both = [
     start(f"--seed={h}", host=h, port=port, output=tmp_path) for h in range(2)

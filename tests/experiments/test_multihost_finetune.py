@@ -51,7 +51,9 @@ def assert_same(output, expected):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", [(), ("--mesh=data:2,model:2",)])
+@pytest.mark.parametrize(
+  "mesh", [[], ["--mesh=data:4"], ["--mesh=data:2,model:2"]]
+)
 def test_two_hosts_train_what_one_trains(
   run_binary, tiny_directory, documents, tmp_path, port, mesh
 ):

@@ -1,0 +1,138 @@
+"""Two hosts compare, evaluate and calibrate as one, on meshes and without."""
+
+import json
+
+import pytest
+from made_up_gates import write_kvzap
+from two_hosts import start
+
+# Of both hosts, of each host, and none.
+MESHES = ("data:4", "data:2,model:2", "model:2", "")
+NEEDLES = ("--length=320", "--tasks=niah_single_1", "--samples=4")
+RULER = ("--benchmark=ruler", *NEEDLES)
+PLANS = {
+  "whole model": (*(*RULER, "--methods=kvzip,simlayerkv", "--retention=0.5"),),
+  "retrieval": (*RULER, "--methods=ctkvr", "--budget=64"),
+  "evicting": (*(*RULER, "--methods=keydiff", "--budget=64", "--every=4"),),
+  "two methods": (
+    *(*RULER, "--methods=snapkv", "--retention=0.5", "--every=4"),
+    "--decoding=keydiff@64",
+  ),
+  "threshold": (*RULER, "--methods=kvzap:gate=GATE", "--threshold=-1,1"),
+}
+
+
+def close(ours, theirs):
+  """Whether JSON is equal up to the rounding of sums in another order."""
+  if isinstance(theirs, dict):
+    return ours.keys() == theirs.keys() and all(
+      close(ours[key], theirs[key]) for key in theirs
+    )
+  if isinstance(theirs, list):
+    return len(ours) == len(theirs) and all(map(close, ours, theirs))
+  if isinstance(theirs, float):
+    return ours == pytest.approx(theirs, rel=1e-4, abs=1e-4)
+  return ours == theirs
+
+
+def read(path):
+  return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def answers(output):
+  """Answers without sizes, as devices have whole pages of packed layers."""
+  (path,) = output.glob("**/samples.jsonl")
+  lines = read(path)
+  found = {
+    tuple(line[name] for name in ("task", "sample", "method", "budget")): {
+      name: value for name, value in line.items() if "bytes" not in name
+    }
+    for line in lines
+  }
+  assert len(found) == len(lines)
+  return found
+
+
+@pytest.fixture
+def run_both(run_binary, tiny_directory, tmp_path, port):
+  """Runs a program on one host and on two; returns the folders of both."""
+
+  def run(program, *given, mesh):
+    # Without a mesh, hosts take turns in batches.
+    batch = 4 if ":4" in mesh or "," in mesh else 1
+    given = (*given, f"--model={tiny_directory}", f"--batch={batch}")
+    one, two = tmp_path / "one", tmp_path / "two"
+    flags = [f"--mesh={mesh}"] if mesh else []
+    both = [
+      start(*given, *flags, host=h, port=port, output=two, program=program)
+      for h in range(2)
+    ]
+    ended = [process.communicate(timeout=600) for process in both]
+    assert [process.returncode for process in both] == [0, 0], ended
+    # The first one alone prints.
+    printed = ["".join(output.split()) for output, _ in ended]
+    assert [str(two) in text for text in printed] == [True, False]
+    alone = run_binary(
+      f"kvjax.experiments.{program}", *given, f"--output={one}"
+    )
+    assert alone.returncode == 0, alone.stderr
+    return one, two
+
+  return run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", MESHES)
+def test_two_hosts_compare_as_one(run_both, mesh):
+  plans = ("--methods=full,keydiff,ada/snapkv", "--retention=0.5")
+  one, two = run_both("compare", *NEEDLES, *plans, mesh=mesh)
+  assert answers(two) == answers(one)
+  assert len(answers(one)) == 12
+  names = {path.name for path in one.iterdir()}
+  assert {path.name for path in two.iterdir()} == names
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["data:2,model:2", ""])
+@pytest.mark.parametrize("plans", PLANS)
+def test_two_hosts_evaluate_all_kinds_of_plans_as_one(
+  run_both, tmp_path, plans, mesh
+):
+  gate = write_kvzap(tmp_path / "gate", 32, 2, 2, score_range=[-99, 99])
+  given = [flag.replace("GATE", gate) for flag in PLANS[plans]]
+  one, two = run_both("evaluate", *given, mesh=mesh)
+  assert answers(two) == answers(one)
+  assert len(answers(one)) >= 8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["data:4", "model:2"])
+def test_two_hosts_evaluate_as_one_on_other_meshes(run_both, mesh):
+  plans = ("--methods=full,keydiff,ada/snapkv,quest", "--retention=0.5")
+  one, two = run_both("evaluate", *RULER, *plans, mesh=mesh)
+  assert answers(two) == answers(one)
+  (summary,) = two.glob("*/summary.json")
+  device = json.loads(summary.read_text())["device"]
+  # Each host has a mesh of its own if both of its devices suffice.
+  devices = 2 if mesh == "model:2" else 4
+  assert device.startswith(f"{devices} x CPU")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", MESHES)
+def test_two_hosts_calibrate_as_one(run_both, mesh):
+  one, two = run_both(
+    *("calibrate", *NEEDLES, "--methods=keydiff,snapkv"),
+    *("--retention=0.3,0.6", "--others=1", "--held_out=1"),
+    mesh=mesh,
+  )
+  written = sorted(path.name for path in one.glob("records/*"))
+  assert len(written) == 2
+  for name in (
+    *("triples.jsonl", "others.jsonl", "held_out.jsonl"),
+    *(f"records/{name}" for name in written),
+  ):
+    if mesh:
+      assert close(read(two / name), read(one / name))
+    else:
+      assert (two / name).read_text() == (one / name).read_text()
