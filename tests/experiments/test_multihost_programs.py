@@ -11,9 +11,9 @@ MESHES = ("data:4", "data:2,model:2", "model:2", "")
 NEEDLES = ("--length=320", "--tasks=niah_single_1", "--samples=4")
 RULER = ("--benchmark=ruler", *NEEDLES)
 PLANS = {
-  "whole model": (*(*RULER, "--methods=kvzip,simlayerkv", "--retention=0.5"),),
+  "whole model": (*RULER, "--methods=kvzip,simlayerkv", "--retention=0.5"),
   "retrieval": (*RULER, "--methods=ctkvr", "--budget=64"),
-  "evicting": (*(*RULER, "--methods=keydiff", "--budget=64", "--every=4"),),
+  "evicting": (*RULER, "--methods=keydiff", "--budget=64", "--every=4"),
   "two methods": (
     *(*RULER, "--methods=snapkv", "--retention=0.5", "--every=4"),
     "--decoding=keydiff@64",
