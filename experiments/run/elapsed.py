@@ -37,7 +37,11 @@ class Elapsed:
 
     One that found nothing left to do counts only where no other one is known.
     """
-    found = self._processes.summary(self._current(), self._noted)
+    current = self._current()
+    if self._noted and multihost.is_first():
+      # What comes after the last part counts, too.
+      self._processes.note(current)
+    found = self._processes.summary(current, self._noted)
     return found | {"seconds": found["seconds"]["total"]}
 
   def remove(self) -> None:

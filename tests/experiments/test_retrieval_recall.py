@@ -126,13 +126,12 @@ def test_the_binary_prints_and_writes_a_table(
   [([], ["512 tokens", "128 tokens"]), (["--retention=0.5"], ["0.5"])],
 )
 def test_a_token_reads_a_fixed_number_of_keys_unless_a_share_is_asked_for(
-  run_binary, tiny_directory, tmp_path, arguments, budgets
+  run_binary, tmp_path, arguments, budgets
 ):
   done = run_binary(
     "kvjax.experiments.retrieval_recall",
-    f"--model={tiny_directory}",
-    *("--methods=flat", "--tasks=niah_single_2", "--samples=1", "--length=256"),
-    *("--steps=2", f"--output={tmp_path}", *arguments),
+    *("--model=reference", "--methods=flat", "--tasks=niah_single_2"),
+    *("--samples=1", "--steps=2", f"--output={tmp_path}", *arguments),
   )
   assert done.returncode == 0, done.stderr
   rows = json.loads((tmp_path / "summary.json").read_text())["rows"]
