@@ -158,7 +158,7 @@ _TRIPLES, _MORE, _HELD = "triples.jsonl", "others.jsonl", "held_out.jsonl"
 _REACHED = "reached.jsonl"
 _SEEDS = {_TRIPLES: 0, _MORE: 1, _HELD: 2, _REACHED: 2}
 # Of flags that evaluate has, too.
-_SHARED_FLAGS = (essay_inputs, run_inputs, text_inputs)
+_SHARED_FLAGS = (essay_inputs, plugin_inputs, run_inputs, text_inputs)
 
 
 def main() -> None:

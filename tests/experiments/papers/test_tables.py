@@ -1,9 +1,11 @@
 """The experiments as data: all there, runnable, as the papers print them."""
 
+import json
 import pathlib
 
 import pytest
 
+import kvjax
 from kvjax.experiments.benchmarks.longbench import sets
 from kvjax.experiments.benchmarks.ruler import generator
 from kvjax.experiments.papers import printed, registry, running
@@ -21,6 +23,7 @@ COMPARISONS = {
   for part in experiment.parts
   if isinstance(part, Comparison)
 }
+REFERENCE = pathlib.Path(kvjax.models.__file__).parent / "reference"
 TASKS = {*generator.TASKS, *sets.SETS, "needle", "passkey"}
 TASKS.add("niah_multiturn_conversation")
 
@@ -180,3 +183,17 @@ def test_the_rows_that_print_their_mean_first_are_put_right():
   for line, mean in (("(10,150)", 73.34), ("(9,120)", 81.55)):
     own = [n for key, n in targets.numbers.items() if line in key.line]
     assert sum(own) / 5 == pytest.approx(mean, abs=0.01)
+
+
+@pytest.mark.parametrize("scale", ["paper", "small"])
+def test_ablations_sketch_to_half_the_dimensions_of_a_head(scale):
+  """With as many columns as dimensions, all sketches would be exact."""
+  config = json.loads((REFERENCE / "config.json").read_text())
+  dimensions = {"paper": 128, "small": config["head_dim"]}[scale]
+  ways = [line.at(scale) for line in COMPARISONS["E3.4 ablations"].lines]
+  methods = [kvjax.get_method(way.method) for way in ways]
+  sketched = [
+    m.sketch_dim for m in methods if getattr(m, "sketch", "none") != "none"
+  ]
+  assert len(sketched) == 8
+  assert {*sketched} == {dimensions // 2}
