@@ -137,7 +137,7 @@ def _time_evictions(every: int, folder: pathlib.Path) -> None:
   """Times evictions by each method, and the steps between them."""
   target = _TARGET.value
   plans = {
-    name: eviction_timing.plan_of(name, target, every)
+    name: eviction_timing.plan_of(name, target, every, run_inputs.SEED.value)
     for name in _METHODS.value
   }
   with _loaded() as (lm, devices):

@@ -20,7 +20,7 @@ from kvjax import files, user_cache
 from kvjax.errors import InputError, InputWarning
 from kvjax.experiments import exits, help_pages
 from kvjax.experiments.inputs import plugin_inputs
-from kvjax.experiments.run import kernel_failures, multihost
+from kvjax.experiments.run import kernel_failures, multihost, plugin_files
 from kvjax.registry.naming import suggest
 
 _AGAIN_SECONDS = 0.02
@@ -84,7 +84,7 @@ def run_on_arguments(main: Callable[[Sequence[str]], None]) -> None:
       with _interruptible():
         _check_names()
         _check_values(argv[1:])
-        plugin_inputs.load(plugin_inputs.PLUGINS.value)
+        plugin_files.load(plugin_inputs.PLUGINS.value or ())
         main(argv[1:])
     except InputError as error:
       _refuse(str(error))
@@ -258,18 +258,18 @@ def refuse_together(one: str, excluded: Sequence[str], reason: str) -> None:
       raise InputError(f"--{one} and --{other} do not go together: {reason}.")
 
 
-def refuse_empty(name: str, two: str) -> None:
+def refuse_empty(name: str, example: str) -> None:
   """Rejects a list without values.
 
   Args:
     name: the flag.
-    two: two values that it could have.
+    example: two values that it could have.
 
   Raises:
     InputError: the list is empty.
   """
   if not flags.FLAGS[name].value:
-    raise InputError(f"--{name} is empty; {two} would be two.")
+    raise InputError(f"--{name} is empty; {example} would be two.")
 
 
 def announce() -> None:

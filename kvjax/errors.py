@@ -39,14 +39,15 @@ def warn(sentence: str) -> None:
 
 
 def _readable(sentence: str) -> str:
-  """Shows what names in files may hide, and leaves out most of a long one."""
-  if len(sentence) > _LONGEST:
-    sentence = f"{sentence[: _LONGEST // 2]} ... {sentence[-_LONGEST // 4 :]}"
+  """Shows what names in files may hide; leaves out the middle if it is long."""
   # Names may break lines, and move a terminal's cursor.
-  return "".join(
+  shown = "".join(
     char if char.isprintable() else char.encode("unicode_escape").decode()
     for char in sentence
   )
+  if len(shown) <= _LONGEST:
+    return shown
+  return f"{shown[: _LONGEST // 2]} ... {shown[-_LONGEST // 4 :]}"
 
 
 @contextlib.contextmanager

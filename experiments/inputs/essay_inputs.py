@@ -16,7 +16,7 @@ ESSAY = flags.DEFINE_string(
   None,
   "Text, or folder of texts, to hide needles in; "
   f"{' or '.join(essays.NAMED)}, which is fetched once; or {essays.TRAINING}, "
-  "the part of kvjax's own prose that calibrate takes by default.",
+  "chapters of Python's documentation that calibrate takes by default.",
 )
 WORDS = flags.DEFINE_string(
   "words",

@@ -20,7 +20,7 @@ _MARKERS = "osD^vXp*<>h"
 _DASHES = ((), (7, 1.5), (3, 1), (5, 1, 1.5, 1), (1.5, 0.8))
 # Width in points and opacity of the bars of intervals, which may overlap.
 _BAR, _FAINT, _CAP = 1.2, 0.6, 4.5
-_GREY, _PALE = "#666666", "#D0D0D0"
+_GRAY, _PALE = "#666666", "#D0D0D0"
 # Minimum distance of two labels in score points, at the default height.
 _LABEL_GAP = 5.4
 _LABELS = 18
@@ -58,7 +58,7 @@ class Line:
 
   name: str
   points: Sequence[Point]
-  color: str = _GREY
+  color: str = _GRAY
   marker: str = "_"
   dashes: tuple[float, ...] = ()
   shared: int = 0

@@ -158,10 +158,11 @@ def _named(averages: Sequence[Mean]) -> list[str]:
   methods = _methods(averages)
   if len(methods) <= _MOST:
     return methods
+  baseline = [method for method in methods if method == _BASELINE]
   best = [
     method for method in _methods(ranked(averages)) if method != _BASELINE
   ]
-  return [*best[: _MOST - 1], *(m for m in methods if m == _BASELINE)]
+  return [*best[: _MOST - len(baseline)], *baseline]
 
 
 def _methods(averages: Sequence[Mean]) -> list[str]:
@@ -220,7 +221,8 @@ def _explained(drawn: Sequence[Line]) -> str:
   is_known = any(point.interval is not None for point in points)
   said = "; bars are 95 % intervals" if is_known else ""
   others = sum(not line.name for line in drawn)
-  return f"{said};\ngrey: {others} other methods" if others else said
+  named = wording.count(others, "other method")
+  return f"{said};\ngray: {named}" if others else said
 
 
 def _apart(ticks: Sequence[float], gap: float) -> list[float]:

@@ -231,8 +231,8 @@ class _Joined:
     self, lm: Pretrained, prompts: Sequence[Prompt], shape: Shape
   ) -> list[list[int]]:
     """Answers a question of each context; keeps the turn if turns stay."""
-    # Positions count evicted tokens only if the others are not renumbered.
-    start = hosts.read(self.cache.next_positions)
+    # Renumbered tokens count from what was kept: only the difference is tokens.
+    start = hosts.read(self.cache.next_positions) if self.stays else 0
     turn = kvjax.generate(
       lm.model,
       lm.params,

@@ -8,6 +8,7 @@ from typing import Any
 import kvjax
 from kvjax.errors import InputError
 from kvjax.experiments.calibration.record_files import AUTO, Auto
+from kvjax.experiments.run import plugin_files
 from kvjax.methods.base import Method
 from kvjax.options.schedules import WHOLE
 from kvjax.retrieval.base import Retrieval
@@ -57,11 +58,13 @@ class Candidate:
   def options(self) -> str:
     """The method with all its hyperparameters.
 
-    It includes the cache that a retrieval method reads, the calibration, and a
-    rounding other than up.
+    It includes the cache that a retrieval method reads, the calibration, a
+    rounding other than up, and files of --plugins with their digests.
     """
     plan = self.plan
-    label = plan.label
+    label = " of ".join(
+      [plan.label, *dict.fromkeys(plugin_files.origins(plan))]
+    )
     if _rounding(plan.budget) != "up":
       label = f"{label}, rounded as {_rounding(plan.budget)}"
     if isinstance(plan.budget, kvjax.Calibrated):

@@ -43,7 +43,8 @@ def run(module: str, arguments: Sequence[str], keep: bool = False) -> Ended:
       printed, _ = process.communicate()
     except KeyboardInterrupt:
       process.terminate()
-      process.wait()
+      # It may still print more than a pipe holds.
+      process.communicate()
       raise
   code = process.returncode
   if code in (-signal.SIGINT, exits.INTERRUPTED):

@@ -33,9 +33,12 @@ class Elapsed:
       self._processes.note(self._current())
 
   def summary(self) -> dict[str, Any]:
-    """Returns devices, versions and seconds of all processes that did a part.
+    """Sums up all processes that did a part, and notes the time of this one.
 
     One that found nothing left to do counts only where no other one is known.
+
+    Returns:
+      Their devices, versions and seconds.
     """
     current = self._current()
     if self._noted and multihost.is_first():

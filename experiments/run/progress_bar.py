@@ -61,7 +61,7 @@ def progress_bar(
   """Shows a progress bar; yields a function that advances it.
 
   Until the first step, it counts the programs that are compiled. Where output
-  is no terminal, a line a minute says how far the steps are.
+  is no terminal, it prints a line at the end of a step, at most one a minute.
 
   Args:
     total: number of steps, if known.
@@ -102,7 +102,7 @@ def progress_bar(
 
 
 class _Lines:
-  """A line every minute where a bar is drawn at its end only."""
+  """At most one line a minute, where a bar is drawn at its end only."""
 
   def __init__(self, progress: rich.progress.Progress) -> None:
     self._progress = progress
@@ -111,8 +111,9 @@ class _Lines:
 
   def show(self, task: rich.progress.Task) -> None:
     """Says what is done, if it is time to."""
-    silent, now = _CONSOLE.is_interactive, time.monotonic()
-    if self._progress.disable or silent or now < self._next:
+    now = time.monotonic()
+    drawn = self._progress.disable or _CONSOLE.is_interactive
+    if drawn or now < self._next:
       return
     self._next = now + _EVERY
     total = "" if task.total is None else f" of {task.total:g}"

@@ -117,16 +117,18 @@ def without_repeats(answer: str) -> str:
   earlier one, where tokens ran out. One that is repeated once may be meant; it
   stays.
   """
-  parts = [part for part in _SENTENCES.split(answer) if part]
+  parts = _SENTENCES.split(answer)
+  said = [(part.strip(), end) for end, part in enumerate(parts, 1)]
+  said = [(part, end) for part, end in said if part]
   last_new = max(
     (
       index
-      for index, part in enumerate(parts)
-      if not any(earlier.startswith(part.strip()) for earlier in parts[:index])
+      for index, (part, _) in enumerate(said)
+      if not any(earlier.startswith(part) for earlier, _ in said[:index])
     ),
     default=0,
   )
-  repeated = len(parts) - last_new - 1
+  repeated = len(said) - last_new - 1
   if repeated < _FEWEST_REPEATS:
     return answer
-  return "".join(parts[: last_new + 1]).rstrip() + "\n(and so on)"
+  return "".join(parts[: said[last_new][1]]).rstrip() + "\n(and so on)"

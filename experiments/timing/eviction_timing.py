@@ -16,6 +16,7 @@ from kvjax.engine.feed import evict_all
 from kvjax.engine.prepared import PreparedPlan
 from kvjax.experiments.report.formats import Table
 from kvjax.experiments.run import progress_bar
+from kvjax.experiments.run.candidates import seeded
 from kvjax.models.pretrained import Pretrained
 
 _evict = jax.jit(
@@ -44,13 +45,14 @@ class _Full(NamedTuple):
   prepared: PreparedPlan
 
 
-def plan_of(method: str, target: int, every: int) -> kvjax.Plan:
+def plan_of(method: str, target: int, every: int, seed: int) -> kvjax.Plan:
   """Keeps the whole prompt, and later `target` tokens by a method.
 
   Args:
     method: name of the method.
     target: tokens that stay.
     every: tokens that are decoded before the next eviction.
+    seed: of a method that is named without one.
 
   Raises:
     InputError: there is no such method, or it cannot evict so.
@@ -58,6 +60,7 @@ def plan_of(method: str, target: int, every: int) -> kvjax.Plan:
   later = kvjax.get_plan(
     method, kvjax.Tokens(target), kvjax.Schedule(every=every)
   )
+  later = seeded(method, later, seed)
   return kvjax.get_plan("full", kvjax.Retention(1.0), decoding=later)
 
 

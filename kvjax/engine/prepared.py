@@ -157,9 +157,9 @@ class PreparedPlan:
       slots: slots of the new cache.
       protected: by position, tokens that must be kept, if there are any.
     """
-    arrays = self._arrays
-    of_layer = jax.tree.map(lambda x: jnp.asarray(x)[layer], arrays)
-    return self._with(slots, protected, self.parts, of_layer)
+    parts, arrays = jax.tree.map(jnp.asarray, (self.parts, self._arrays))
+    of_layer = jax.tree.map(lambda x: x[layer], arrays)
+    return self._with(slots, protected, parts, of_layer)
 
   def budgets(
     self, slots: int, protected: Bool[Array, "B P"] | None
@@ -193,7 +193,7 @@ class PreparedPlan:
       None if plan.schedule.is_whole_prompt else plan.fixed_budget,
       total,
       protected,
-      None if parts is None else jnp.asarray(parts),
+      parts,
       share,
     )
 
@@ -208,7 +208,10 @@ class PreparedPlan:
 
 @jax.jit
 def _unstack(parts: Any, arrays: PyTree) -> tuple[Any, list[PyTree]]:
-  """Cuts arrays into those of each layer, as a sweep has thousands of these."""
+  """Cuts arrays into those of each layer, of which a sweep has thousands.
+
+  With them, `parts` gets to the device.
+  """
   layers = range(len(jax.tree.leaves(arrays)[0]))
   return parts, [jax.tree.map(operator.itemgetter(n), arrays) for n in layers]
 

@@ -253,7 +253,7 @@ def test_a_run_writes_what_it_prints(faiss, binary, tmp_path):
     (["--lengths=4096,99999999"], "takes numbers of at most 16,777,216; 99,9"),
     (["--lengths=4096,580"], "--lengths must be 581 or more, as 68 tokens are"),
     (["--repeats=0"], "flag --repeats=0: 0 is not a positive"),
-    (["--reads=many"], "flag --reads=many"),
+    (["--reads=many"], "--reads takes a whole number, not 'many'"),
     (["--output=README.md"], "README.md cannot be written"),
     (["4096"], "There is no argument '4096'"),
   ],

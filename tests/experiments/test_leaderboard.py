@@ -58,9 +58,9 @@ def test_runs_become_one_leaderboard(run_binary, tmp_path):
   assert result.returncode == 0, result.stderr
   assert "2 runs" in result.stdout
   assert "query-aware" in result.stdout
-  assert "its run is not finished" in " ".join(result.stdout.split())
+  assert "its run is unfinished" in " ".join(result.stdout.split())
   board = (output / "leaderboard.md").read_text()
-  assert "c is left out: its run is not finished; the command" in board
+  assert "c is left out: its run is unfinished; repeat the command" in board
   lines = (output / "leaderboard.csv").read_text().splitlines()
   assert len(lines) == 3
   # By budget, and every number, of both runs.

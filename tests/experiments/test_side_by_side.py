@@ -91,6 +91,8 @@ def test_an_answer_that_repeats_itself_is_cut(answer, shown):
     "a\nb\na",
     "a\nb\na\nb\nc",
     "No. No. Not that. It is 4.2.",
+    "Yes.\n\nYes.",
+    "a\n\nb\n\na",
   ],
 )
 def test_other_answers_are_shown_whole(answer):

@@ -15,8 +15,11 @@ def test_names_move_no_cursor_and_break_no_line():
   assert [str(one.message) for one in seen] == [SHOWN]
 
 
-def test_a_long_name_is_cut_but_not_the_end_of_its_sentence():
-  said = str(InputError(f"The tensor {'x' * 10**6} is not read; leave it out."))
-  assert len(said) < 3000
-  assert said.startswith("The tensor xxx")
-  assert said.endswith("xxx is not read; leave it out.")
+@pytest.mark.parametrize(("char", "shown"), [("x", "xx"), ("\x1b", "\\x1b")])
+def test_a_long_name_is_cut_but_not_the_end_of_its_sentence(char, shown):
+  said = str(InputError(f"The tensor {char * 2900} is not read; leave it out."))
+  longer = str(InputError(f"The tensor {char * 10**6} is not read; leave it."))
+  assert len(longer) < 3000
+  assert said.startswith(f"The tensor {shown}")
+  assert said.endswith(f"{shown} is not read; leave it out.")
+  assert (" ... " in said) == (char != "x")
