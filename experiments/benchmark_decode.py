@@ -62,10 +62,12 @@ flags.adopt_module_key_flags(budget_inputs)
 flags.set_default(budget_inputs.RETENTION, ["0.25", "0.0625"])
 flags.set_default(run_inputs.MODEL, run_inputs.REFERENCE)
 
+_EVICTING = ("keydiff", "snapkv", "rkv")
 _METHODS = flags.DEFINE_list(
   "methods",
   ["keydiff", "adakv", "ctkvr.512"],
-  "Methods to compare with the full cache.",
+  "Methods to compare with the full cache; by default, with --every, "
+  f"{', '.join(_EVICTING)}.",
 )
 _SIZES = flags.DEFINE_string(
   "sizes",
@@ -138,7 +140,7 @@ def _time_evictions(every: int, folder: pathlib.Path) -> None:
   target = _TARGET.value
   plans = {
     name: eviction_timing.plan_of(name, target, every, run_inputs.SEED.value)
-    for name in _METHODS.value
+    for name in (_METHODS.value if _METHODS.present else _EVICTING)
   }
   with _loaded() as (lm, devices):
     _check_room(lm, {"target": target, "every": every})

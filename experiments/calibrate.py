@@ -82,13 +82,9 @@ from kvjax.experiments.run.line_files import check_writable
 from kvjax.experiments.run.progress_bar import progress_bar
 from kvjax.experiments.run.sentences import say
 
-for module in (
-  dry_run_inputs,
-  run_inputs,
-  text_inputs,
-  host_inputs,
-  plugin_inputs,
-):
+# Of flags that evaluate has, too.
+_SHARED_FLAGS = (essay_inputs, plugin_inputs, run_inputs, text_inputs)
+for module in (*_SHARED_FLAGS, dry_run_inputs, host_inputs):
   flags.adopt_module_key_flags(module)
 flags.set_default(essay_inputs.ESSAY, essays.TRAINING)
 
@@ -157,8 +153,6 @@ _OUTPUT = flags.DEFINE_string("output", "results/calibration", "Output folder.")
 _TRIPLES, _MORE, _HELD = "triples.jsonl", "others.jsonl", "held_out.jsonl"
 _REACHED = "reached.jsonl"
 _SEEDS = {_TRIPLES: 0, _MORE: 1, _HELD: 2, _REACHED: 2}
-# Of flags that evaluate has, too.
-_SHARED_FLAGS = (essay_inputs, plugin_inputs, run_inputs, text_inputs)
 
 
 def main() -> None:

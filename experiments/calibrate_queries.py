@@ -2,9 +2,9 @@
 
   kvjax calibrate_queries --documents=DIR
 
-reads the .txt and .md files of a folder in chunks and writes a file with the
-means, covariances and lengths of the model's queries and with its Q-Filters,
-which
+reads the .txt and .md files of a folder, or contexts of LongBench (--data), in
+chunks and writes a file with the means, covariances and lengths of the model's
+queries and with its Q-Filters, which
 
   --methods=expected_attention:statistics=FILE,qfilters:filters=FILE
 

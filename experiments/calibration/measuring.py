@@ -10,7 +10,7 @@ from absl import logging
 from jaxtyping import Float
 
 import kvjax
-from kvjax.engine.prepared import prepare
+from kvjax.engine.preparing import prepare
 from kvjax.errors import InputError
 from kvjax.experiments.run import prefilling
 from kvjax.experiments.run.batching import Context

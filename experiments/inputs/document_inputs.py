@@ -1,4 +1,4 @@
-"""Flags for the documents of a training."""
+"""Flags for documents that a model is to read."""
 
 import pathlib
 
@@ -12,7 +12,7 @@ from kvjax.experiments.finetuning import documents
 from kvjax.experiments.tasks import suite
 
 _DOCUMENTS = flags.DEFINE_string(
-  "documents", None, "Folder of .txt and .md files to learn from."
+  "documents", None, "Folder of .txt and .md files to read."
 )
 _DATA = flags.DEFINE_string(
   "data",
@@ -21,7 +21,7 @@ _DATA = flags.DEFINE_string(
   "contexts are the documents.",
 )
 _TASKS = flags.DEFINE_list(
-  "tasks", list(sets.SETS), "Datasets of LongBench; default: all."
+  "tasks", list(sets.SETS), "Datasets of LongBench, for --data."
 )
 
 
@@ -34,13 +34,13 @@ def read(samples: int | None = None) -> list[str]:
   Raises:
     InputError: no documents are named, or they cannot be read.
   """
-  cli.refuse_together("documents", ["data"], "both are what is learned")
+  cli.refuse_together("documents", ["data"], "both are what is read")
   if _DATA.value is not None:
     suite.check_tasks(_TASKS.value, sets.NAMES)
     path = hub.resolve(_DATA.value)
     return documents.read_longbench(path, _TASKS.value, samples)
   if _DOCUMENTS.value is None:
     raise InputError(
-      "Name a folder of .txt and .md files to learn from: --documents=DIR."
+      "Name a folder of .txt and .md files to read: --documents=DIR."
     )
   return documents.read(pathlib.Path(_DOCUMENTS.value))

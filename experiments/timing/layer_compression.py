@@ -13,7 +13,7 @@ from kvjax.activations import Activations
 from kvjax.engine.building import CacheBuilder
 from kvjax.engine.compress import Evaluation, evaluate_layer
 from kvjax.engine.evaluate import evaluate_all, find_evaluated, list_evaluations
-from kvjax.engine.prepared import prepare
+from kvjax.engine.preparing import prepare
 from kvjax.errors import InputError
 from kvjax.kernels.prompt_attention.api import prompt_attention
 from kvjax.model import Geometry

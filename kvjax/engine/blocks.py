@@ -18,7 +18,8 @@ from kvjax.engine.feed import append_block, evict_all
 from kvjax.engine.forward import attend_to_prompt
 from kvjax.engine.model_layers import index_layer, layer_stacks, run_block
 from kvjax.engine.plans import Plan
-from kvjax.engine.prepared import PreparedPlan, prepare_repeated
+from kvjax.engine.prepared import PreparedPlan
+from kvjax.engine.preparing import prepare_repeated
 from kvjax.model import Geometry, LayerSpec, Model
 from kvjax.prompts import Prompts
 

@@ -11,7 +11,8 @@ from kvjax.cache.base import Layer
 from kvjax.cache.cache import Cache
 from kvjax.cache.window import WindowLayer
 from kvjax.engine.decode import Decoding, check_decoding
-from kvjax.engine.prepared import PreparedPlan, max_span, prepare_repeated
+from kvjax.engine.prepared import PreparedPlan
+from kvjax.engine.preparing import max_span, prepare_repeated
 from kvjax.errors import InputError
 from kvjax.hosts import read
 from kvjax.kernels.quantized import Quantized

@@ -19,7 +19,7 @@ from kvjax.engine.plan_fit import (
   warn_without_request,
 )
 from kvjax.engine.plans import Plan
-from kvjax.engine.prepared import max_span
+from kvjax.engine.preparing import max_span
 from kvjax.engine.sweeping import Measured, Requested, sweep_prompts
 from kvjax.errors import InputError
 from kvjax.model import Model, check_context, check_tokens

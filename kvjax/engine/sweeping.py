@@ -28,7 +28,8 @@ from kvjax.engine.evaluate import (
   list_evaluations,
 )
 from kvjax.engine.plans import Plan
-from kvjax.engine.prepared import PreparedPlan, prepare, prepare_calibrated
+from kvjax.engine.prepared import PreparedPlan
+from kvjax.engine.preparing import prepare, prepare_calibrated
 from kvjax.engine.thresholds import must_keep
 from kvjax.engine.whole_model import HeadCounts
 from kvjax.hosts import read

@@ -67,7 +67,11 @@ def run_both(run_binary, tiny_directory, tmp_path, port):
       start(*given, *flags, host=h, port=port, output=two, program=program)
       for h in range(2)
     ]
-    ended = [process.communicate(timeout=600) for process in both]
+    try:
+      ended = [process.communicate(timeout=600) for process in both]
+    finally:
+      for process in both:
+        process.kill()
     assert [process.returncode for process in both] == [0, 0], ended
     # The first one alone prints.
     printed = ["".join(output.split()) for output, _ in ended]

@@ -12,7 +12,7 @@ import kvjax
 from kvjax.cache.sharding import parse_mesh, split_mesh
 from kvjax.engine import blocks
 from kvjax.engine.decode import DecodingInputs, decode
-from kvjax.engine.prepared import prepare_repeated
+from kvjax.engine.preparing import prepare_repeated
 from kvjax.experiments.tpu.engine_programs import placed_shapes, share_bytes
 from kvjax.experiments.tpu.published import LLAMA, Published
 from kvjax.kernels.attention import chunked

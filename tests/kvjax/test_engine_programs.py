@@ -11,7 +11,7 @@ import kvjax
 from kvjax.cache.cache import Cache
 from kvjax.cache.layers import LayerCache
 from kvjax.cache.window import WindowLayer
-from kvjax.engine import generate, sweeping
+from kvjax.engine import building, generate, sweeping
 from kvjax.engine.decode import DecodingInputs
 from kvjax.methods import FullKV, KeyDiff
 from kvjax.model import Geometry, LayerSpec
@@ -178,3 +178,17 @@ def test_a_deeper_model_compiles_no_more_programs():
     assert compiled(6) == few
   finally:
     jax.monitoring.unregister_event_duration_listener(count)
+
+
+def test_caches_of_methods_that_read_other_activations_share_programs():
+  model = TinyModel()
+  params, prompts = model.init(), kvjax.Prompts.of([list(range(40))])
+
+  def programs(method):
+    plan = kvjax.Plan(method, kvjax.Retention(0.5))
+    kvjax.sweep(model, params, prompts, [plan])
+    return building.keep_layer._cache_size()
+
+  reader = kvjax.get_method("expected_attention")
+  assert reader.traits.activations
+  assert programs(KeyDiff()) == programs(reader)

@@ -10,7 +10,7 @@ import kvjax
 from kvjax.cache.sharding import parse_mesh
 from kvjax.engine import blocks
 from kvjax.engine.plans import Plan
-from kvjax.engine.prepared import prepare_repeated
+from kvjax.engine.preparing import prepare_repeated
 from kvjax.errors import InputError
 from kvjax.methods import FullKV
 from kvjax.registry.names import get_method
