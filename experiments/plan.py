@@ -9,8 +9,8 @@ takes at least. It takes a minute or two. If it does not fit, the program exits
 with code 1.
 
 --model is a config.json or one of the models whose sizes come with kvjax;
-nothing is fetched. --method, --retention or --budget, --block, --every and
---kv_dtype say how the cache is compressed, as for the other programs.
+nothing is fetched. --method, one number for --retention or --budget, --block,
+--every and --kv_dtype say how the cache is compressed, as for other programs.
 
   make plan ARGS="--model=llama-3.1-8b --search --chips=v5e,v6e"
 

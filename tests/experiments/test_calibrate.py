@@ -322,7 +322,12 @@ def test_the_program_writes_records_that_compare_reads(
   asked = ["--methods=streaming", "--length=256", "--samples=1"]
   asked += ["--tasks=niah_single_1"]
   asked += ["--seed=7", "--batch=3", "--dtype=float32"]
+  plugin = tmp_path / "mine.py"
+  plugin.write_text(
+    "import kvjax\nkvjax.register('mine_here', kvjax.methods.FullKV)\n"
+  )
   flags = ["--others=1", "--held_out=1", "--retention=0.5"]
+  flags += [f"--plugins={plugin}"]
   command = ["kvjax.experiments.calibrate", model, *asked, *flags]
   dry = run_binary(*command, f"--output={folder}", "--dry_run")
   assert dry.returncode == 0, dry.stderr
@@ -358,9 +363,10 @@ def test_the_program_writes_records_that_compare_reads(
   said, _, arguments = told.partition(" -- ")
   assert said.endswith("within 5 points: kvjax trials --first_seed=10")
   # All given flags, and the prose that was calibrated on.
-  assert {"--batch=3", "--dtype=float32", "--essay=training_chapters"} < {
-    *shlex.split(arguments)
-  }
+  assert {
+    *("--batch=3", "--dtype=float32", "--essay=training_chapters"),
+    f"--plugins={plugin}",
+  } < {*shlex.split(arguments)}
   assert "--seed" not in arguments
   asked_there = run_binary(
     "kvjax.experiments.evaluate",

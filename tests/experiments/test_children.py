@@ -35,18 +35,16 @@ def program(tmp_path, monkeypatch):
   return make
 
 
-def interrupt_once_there(path, number):
+def interrupt_once_there(path):
   while not path.exists() or not path.read_text():
     time.sleep(0.01)
-  os.kill(os.getpid(), number)
+  os.kill(os.getpid(), signal.SIGINT)
 
 
 @pytest.mark.parametrize("keep", [False, True])
 def test_an_interrupt_lets_the_program_that_runs_stop(program, tmp_path, keep):
   path = tmp_path / "state"
-  threading.Thread(
-    target=interrupt_once_there, args=(path, signal.SIGINT)
-  ).start()
+  threading.Thread(target=interrupt_once_there, args=(path,)).start()
   with pytest.raises(KeyboardInterrupt):
     children.run(program(WAITING), [str(path)], keep=keep)
   # It was not killed.
