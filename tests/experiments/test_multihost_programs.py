@@ -36,7 +36,11 @@ def close(ours, theirs):
 
 
 def read(path):
-  return [json.loads(line) for line in path.read_text().splitlines()]
+  """Reads a record, or a record in each line."""
+  text = path.read_text()
+  if path.suffix == ".json":
+    return json.loads(text)
+  return [json.loads(line) for line in text.splitlines()]
 
 
 def answers(output):
@@ -119,7 +123,7 @@ def test_two_hosts_evaluate_as_one_on_other_meshes(run_both, mesh):
   device = json.loads(summary.read_text())["device"]
   # Each host has a mesh of its own if both of its devices suffice.
   devices = 2 if mesh == "model:2" else 4
-  assert device.startswith(f"{devices} x CPU")
+  assert f"{devices} x CPU" in device
 
 
 @pytest.mark.slow

@@ -146,7 +146,7 @@ def refused(name, match, budget=SEVEN, **options):
 def test_files_that_do_not_fit_are_refused_in_one_sentence(tmp_path):
   refused("kvzap", "give their folder, as in kvzap:gate=DIR")
   refused(f"kvzap:gate={tmp_path / 'none'}", "cannot be read: No such file")
-  refused(f"kvzap:gate={'x' * 5000}", "cannot be read: File name too long")
+  refused(f"kvzap:gate={'x' * 300}", "cannot be read: File name too long")
 
   def folder(name, *sizes, **fields):
     return pathlib.Path(write_kvzap(tmp_path / name, *sizes, **fields))
@@ -307,7 +307,7 @@ def test_files_of_fast_kvzip_that_do_not_fit_are_refused(tmp_path):
   refused("fast_kvzip", "give their file, as in fast_kvzip:gate=FILE")
   refused(f"fast_kvzip:gate={tmp_path}", "has 0 files named *.pt")
   refused("fast_kvzip:gate=nowhere.pt", "cannot be read: No such file")
-  refused(f"fast_kvzip:gate={'x' * 5000}", "cannot be read: File name too long")
+  refused(f"fast_kvzip:gate={'x' * 300}", "cannot be read: File name too long")
   number = iter(range(99))
 
   def written(content):
