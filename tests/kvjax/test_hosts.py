@@ -27,7 +27,7 @@ PLANS = {
 }
 
 # Heads share pages, of which each device has some of its own.
-IN_PAGES = {"ada/snapkv", "kvzip"}
+IN_PAGES = {"ada/snapkv", "kvzip", "simlayerkv"}
 
 
 def answer(name):
