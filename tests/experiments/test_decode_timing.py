@@ -3,6 +3,7 @@
 import pytest
 
 import kvjax
+from kvjax.experiments import benchmark_decode
 from kvjax.experiments.run.candidates import candidates
 from kvjax.experiments.timing import (
   decode_timing,
@@ -50,11 +51,22 @@ def test_steps_are_compared_with_the_first_and_with_copies():
   ]
 
 
+def test_what_evicts_by_default_can_and_has_the_seed_that_is_given():
+  for name in (*benchmark_decode._EVICTING, "random"):
+    later = eviction_timing.plan_of(name, 64, 16, 3).decoding
+    assert later.budget == kvjax.Tokens(64)
+    assert later.schedule.every == 16
+  assert later.method.seed == 3
+  assert eviction_timing.plan_of("random:seed=5", 64, 16, 3) == (
+    eviction_timing.plan_of("random:seed=5", 64, 16, 0)
+  )
+
+
 @pytest.mark.slow
 def test_evictions_are_timed_that_evict(tiny):
   contexts = kvjax.Prompts.of([[5] * 60, [6, 7] * 40])
   methods = ["keydiff", "rkv:window=4", "tova"]
-  plans = {name: eviction_timing.plan_of(name, 32, 8) for name in methods}
+  plans = {name: eviction_timing.plan_of(name, 32, 8, 0) for name in methods}
   steps, found = eviction_timing.measure(
     tiny, plans, contexts, schedule=(32, 8), rounds=2
   )

@@ -34,7 +34,7 @@ def experiment(*parts, **fields):
 
 @pytest.mark.slow
 def test_an_experiment_runs_and_tells_what_it_is_not(
-  session, invented, tmp_path
+  session, invented, tmp_path, capsys
 ):
   prompts = Setup("ruler", ("niah_single_2",), (256,), 2)
   # One length and two lines are compiled in a third of the time.
@@ -52,6 +52,8 @@ def test_an_experiment_runs_and_tells_what_it_is_not(
   console = rich.console.Console(width=120, record=True)
   report.foresee(own, session, tmp_path, console)
   assert not list(tmp_path.iterdir())
+  # Before it measures.
+  assert capsys.readouterr().err.startswith("2 contexts of")
   foreseen = " ".join(console.export_text().split())
   assert "Invented: 2 contexts of" in foreseen
   assert "4 answers to questions of" in foreseen
