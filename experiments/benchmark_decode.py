@@ -62,12 +62,11 @@ flags.adopt_module_key_flags(budget_inputs)
 flags.set_default(budget_inputs.RETENTION, ["0.25", "0.0625"])
 flags.set_default(run_inputs.MODEL, run_inputs.REFERENCE)
 
-_EVICTING = ("keydiff", "snapkv", "rkv")
 _METHODS = flags.DEFINE_list(
   "methods",
   ["keydiff", "adakv", "ctkvr.512"],
   "Methods to compare with the full cache; by default, with --every, "
-  f"{', '.join(_EVICTING)}.",
+  f"{', '.join(eviction_timing.METHODS)}.",
 )
 _SIZES = flags.DEFINE_string(
   "sizes",
@@ -140,7 +139,9 @@ def _time_evictions(every: int, folder: pathlib.Path) -> None:
   target = _TARGET.value
   plans = {
     name: eviction_timing.plan_of(name, target, every, run_inputs.SEED.value)
-    for name in (_METHODS.value if _METHODS.present else _EVICTING)
+    for name in (
+      _METHODS.value if _METHODS.present else eviction_timing.METHODS
+    )
   }
   with _loaded() as (lm, devices):
     _check_room(lm, {"target": target, "every": every})

@@ -19,6 +19,8 @@ from kvjax.experiments.run import progress_bar
 from kvjax.experiments.run.candidates import seeded
 from kvjax.models.pretrained import Pretrained
 
+# What evicts, unless methods are named.
+METHODS = ("keydiff", "snapkv", "rkv")
 _evict = jax.jit(
   evict_all, static_argnames=("model",), donate_argnames=("cache",)
 )

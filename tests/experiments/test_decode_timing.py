@@ -3,7 +3,6 @@
 import pytest
 
 import kvjax
-from kvjax.experiments import benchmark_decode
 from kvjax.experiments.run.candidates import candidates
 from kvjax.experiments.timing import (
   decode_timing,
@@ -52,7 +51,7 @@ def test_steps_are_compared_with_the_first_and_with_copies():
 
 
 def test_what_evicts_by_default_can_and_has_the_seed_that_is_given():
-  for name in (*benchmark_decode._EVICTING, "random"):
+  for name in (*eviction_timing.METHODS, "random"):
     later = eviction_timing.plan_of(name, 64, 16, 3).decoding
     assert later.budget == kvjax.Tokens(64)
     assert later.schedule.every == 16
