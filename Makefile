@@ -32,18 +32,13 @@ MISSING := kvjax needs Python 3.12 or newer with venv and pip, and found none \
 demo: $(READY)
 	@$(BIN)/python -m kvjax.experiments.compare $(ARGS)
 
-RANKED := full,random,streaming,key_norm,h2o,tova,snapkv,snapkv:kernel=15,$\
-  pyramidkv,adakv,chunkkv,keydiff,lagkv:lag=32:retention_of=row,compactor,$\
-  leverage,noncausal,protokv,kvzip,kvzip.plus,expected_attention,qfilters,rkv,$\
-  criticalkv,criticaladakv,cur,dropkv,duoattention,simlayerkv
-
 # LENGTHS=1024 for one length. An interrupted run goes on where it stopped.
 LENGTHS := 1024 2048 4096
 leaderboard: $(READY)
 	@for length in $(LENGTHS); do \
 	  $(BIN)/python -m kvjax.experiments.compare --length=$$length \
 	    --samples=24 --retention=0.75,0.5,0.25,0.1,0.0625,0.03125 \
-	    --methods=$(RANKED) --timed_rounds=1 \
+	    --timed_rounds=1 \
 	    --output=results/leaderboard/$$length $(ARGS) || exit; \
 	done
 	@$(BIN)/python -m kvjax.experiments.leaderboard results/leaderboard \

@@ -18,6 +18,7 @@ from kvjax.models.json_files import (
   write_json,
 )
 from kvjax.models.templates import ChatTemplate, ChatTemplateError
+from kvjax.models.tokenizer_growth import check_growth
 
 _PANIC = "PanicException"
 _READ = ("bos_token", "eos_token", "pad_token")
@@ -61,12 +62,13 @@ class Tokenizer:
       num_embedded: number of ids that the model embeds; by default all.
 
     Raises:
-      InputError: a special token is not in the vocabulary or no text, or the
-        chat template is not valid Jinja.
+      InputError: a special token is not in the vocabulary or no text, the
+        chat template is not valid Jinja, or texts would grow without measure.
     """
     # A tokenizer.json may carry the truncation and padding of its training.
     backend.no_truncation()
     backend.no_padding()
+    check_growth(backend)
     self._backend = backend
     self._config = dict(config)
     self._special = _special_tokens(config)

@@ -8,10 +8,6 @@ from pathlib import Path
 
 import pytest
 
-import kvjax
-from kvjax.experiments.run.candidates import candidates
-from kvjax.registry.registry import METHODS
-
 ROOT = Path(__file__).parents[1]
 
 # A Python that says it is another version; it leaves a note when it is asked
@@ -79,19 +75,3 @@ def test_named_commands_are_the_makefiles(text):
   named = {word for word in words if not word.startswith("--")}
   assert named
   assert named <= targets
-
-
-def test_the_leaderboard_ranks_methods_that_exist():
-  command = subprocess.run(
-    ["make", "-n", "leaderboard"],
-    cwd=ROOT,
-    check=True,
-    capture_output=True,
-    text=True,
-  ).stdout
-  (names,) = re.findall(r"--methods=(\S+)", command)
-  ranked = names.split(",")
-  assert len(candidates(ranked, [kvjax.Retention(0.5)])) == len(ranked)
-  # Gates need files, FINCH the question; TriAttention is for decoding.
-  without = {*METHODS} - {name.partition(":")[0] for name in ranked}
-  assert without == {"finch", "kvzap", "fast_kvzip", "triattention"}

@@ -15,15 +15,17 @@ from kvjax.retrieval.base import Retrieval
 
 FULL = "full"
 _SHARE = re.compile(r"0?\.[0-9]+")
-# The methods that a comparison takes by default: those of the four papers that
-# evict, and the best known others, so that a demo takes minutes.
+# The methods that a comparison takes by default: all but those that need a file
+# or the question, and TriAttention, which is for decoding.
 DEFAULT = [
   *(FULL, "random", "streaming", "key_norm", "h2o", "tova", "snapkv"),
-  *("pyramidkv", "adakv", "chunkkv", "keydiff"),
+  *("snapkv:kernel=15", "pyramidkv", "adakv", "chunkkv", "keydiff"),
   # Its own default, a lag of 1,024, would keep all of a context this short;
   # this keeps as much as the others.
   "lagkv:lag=32:retention_of=row",
-  *("compactor", "protokv", "expected_attention", "kvzip"),
+  *("compactor", "leverage", "noncausal", "protokv", "kvzip", "kvzip.plus"),
+  *("expected_attention", "qfilters", "rkv", "criticalkv", "criticaladakv"),
+  *("cur", "dropkv", "duoattention", "simlayerkv"),
 ]
 
 # Budgets of the command line.

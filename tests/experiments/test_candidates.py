@@ -10,13 +10,22 @@ import kvjax
 from kvjax.errors import InputError
 from kvjax.experiments.inputs import method_inputs
 from kvjax.experiments.run.candidates import (
+  DEFAULT,
   candidates,
   parse_budgets,
   parse_thresholds,
 )
 from kvjax.registry.names import split_budget
+from kvjax.registry.registry import METHODS
 
 LATER = kvjax.get_plan("keydiff", kvjax.Tokens(64), kvjax.Schedule(every=16))
+
+
+def test_a_comparison_has_all_methods_by_default():
+  assert len(candidates(DEFAULT, [kvjax.Retention(0.5)])) == len(DEFAULT)
+  # Gates need files, FINCH the question; TriAttention is for decoding.
+  without = {*METHODS} - {name.partition(":")[0] for name in DEFAULT}
+  assert without == {"finch", "kvzap", "fast_kvzip", "triattention"}
 
 
 def test_numbers_joined_by_plus_signs_are_those_of_layers():

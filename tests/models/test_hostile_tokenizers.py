@@ -103,6 +103,48 @@ def test_a_tokenizer_that_cannot_be_loaded(tmp_path, kind):
   refused(lambda: Tokenizer.load(folder), "is not a tokenizer: .*; repair the")
 
 
+def replace(pattern, content):
+  return {"type": "Replace", "pattern": pattern, "content": content}
+
+
+DOUBLED = [replace({"String": "a"}, "aa")] * 60
+GROWING = {
+  "normalizer": {"type": "Sequence", "normalizers": DOUBLED},
+  "decoder": {"type": "Sequence", "decoders": DOUBLED},
+  "nested": {
+    "type": "Sequence",
+    "normalizers": [
+      replace({"String": "a"}, "a" * 8),
+      {"type": "Sequence", "normalizers": [replace({"Regex": "b*"}, "a" * 8)]},
+    ],
+  },
+  "everywhere": replace({"String": ""}, "a" * 64),
+}
+
+
+@pytest.mark.parametrize("kind", GROWING)
+def test_a_tokenizer_that_makes_texts_too_long(tmp_path, kind):
+  part = "decoder" if kind == "decoder" else "normalizer"
+  folder = write(tmp_path, {part: GROWING[kind]})
+  refused(
+    lambda: Tokenizer.load(folder),
+    f"The {part} in tokenizer.json may make a text more than 64 times as long",
+  )
+
+
+def test_replacements_of_public_tokenizers_are_allowed(tmp_path):
+  usual = [
+    replace({"String": " "}, "\u2581"),
+    replace({"Regex": " {2,}"}, "\u2581"),
+    replace({"String": "``"}, '"'),
+    {"type": "NFKC"},
+  ]
+  tokenizer = Tokenizer.load(
+    write(tmp_path, {"normalizer": {"type": "Sequence", "normalizers": usual}})
+  )
+  assert tokenizer.encode("w1") == [WORDS["w1"]]
+
+
 @pytest.mark.parametrize("kind", FAILING)
 def test_a_tokenizer_that_fails_for_a_text(tmp_path, kind):
   fields, text = FAILING[kind]
