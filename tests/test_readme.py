@@ -1,5 +1,6 @@
 """README is short, and its tables are those of the registry and the results."""
 
+import itertools
 import pathlib
 import re
 
@@ -15,13 +16,14 @@ METHODS_PAGE = ROOT / "docs" / "methods" / "README.md"
 
 def table(header, text=README):
   """The rows below a header, each a list of cells."""
-  rows = text.split(header)[1].split("\n\n")[0].splitlines()[2:]
+  lines = text.split(header)[1].splitlines()[2:]
+  rows = itertools.takewhile(lambda line: line.startswith("|"), lines)
   return [[cell.strip() for cell in row.split("|")[1:-1]] for row in rows]
 
 
 def scores(text):
   """The first table of scores, by method and budget."""
-  start = "| method, budget | 100 % |"
+  start = "| method | 100 % |"
   budgets = (start + text.split(start)[1].splitlines()[0]).split("|")[2:-1]
   return {
     (name, budget.strip()): cell

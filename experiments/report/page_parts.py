@@ -1,10 +1,10 @@
 """Parts of the pages in docs/ that programs write, between marks.
 
-  python -m kvjax.experiments.report.page_parts results/scaling results/sparse
+  python -m kvjax.experiments.report.page_parts results/scaling results/demo
 
-puts table.md of each folder, which a benchmark has written, between the marks
-`<!-- scaling -->` and `<!-- /scaling -->` of its name, in the page that has
-them. It is run from the root of the repository.
+puts table.md of a benchmark, or the scores of a comparison, between the marks
+`<!-- scaling -->` and `<!-- /scaling -->` of its folder's name, in the page
+that has them. It is run from the root of the repository.
 """
 
 import pathlib
@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from kvjax import files
 from kvjax.errors import InputError
 from kvjax.experiments import cli
+from kvjax.experiments.report import benchmark_tables, run_files, wording
+from kvjax.experiments.report.tables import by_budget
 
 # From the root of the checkout.
 DOCS = pathlib.Path("docs")
@@ -43,12 +45,37 @@ def main(folders: Sequence[str]) -> None:
     raise InputError("Name the folders of the tables, such as results/scaling.")
   changed: dict[pathlib.Path, str] = {}
   for folder in map(pathlib.Path, folders):
-    table = files.read_text(folder / "table.md")
+    part = _part_of(folder)
     page = _page_with(folder.name)
     text = changed.get(page) or files.read_text(page)
-    changed[page] = replace(text, folder.name, table)
+    changed[page] = replace(text, folder.name, part)
   for page, text in changed.items():
     files.write_text(page, text)
+
+
+def scores(run: run_files.Record) -> str:
+  """Returns the scores of a comparison by method and budget, and its settings.
+
+  Raises:
+    InputError: a run of several lengths has several such tables.
+  """
+  if len(run.values("length")) > 1:
+    raise InputError(
+      f"{run.folder} has several lengths; a page shows runs of one each."
+    )
+  table, summary = by_budget(run), run.summary
+  about = (
+    f"{table.title}. {wording.title(summary)}. {wording.circumstances(summary)}"
+  )
+  return benchmark_tables.markdown(
+    table._replace(title=""), f"{about[0].upper()}{about[1:]}", code=True
+  )
+
+
+def _part_of(folder: pathlib.Path) -> str:
+  if (folder / run_files.SAMPLES).exists():
+    return scores(run_files.find_one(folder))
+  return files.read_text(folder / "table.md")
 
 
 def _page_with(name: str) -> pathlib.Path:

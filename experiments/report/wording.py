@@ -141,22 +141,23 @@ def interval(bounds: tuple[float, float] | None) -> str:
 
 
 def with_uncertainty(score: float, bounds: tuple[float, float] | None) -> str:
-  """Formats a score and the longer half of its interval: `97.4 ±1.2`.
+  """Formats a score and the longer half of its interval: `87.4 ±8`.
 
   If the score is an end of its interval, the interval is shown instead:
-  `100.0 (94.4–100)`.
+  `100.0 (94–100)`. Intervals of less than two points have a decimal.
 
   >>> with_uncertainty(0.0, (0.0, 7.4))
-  '0.0 (0–7.4)'
+  '0.0 (0–7)'
   """
   text = f"{score:.1f}"
   if bounds is None:
     return text
   low, high = bounds
-  below, above = round(score - low, 1), round(high - score, 1)
-  if below and above:
-    return f"{text} ±{max(below, above):.1f}"
-  return f"{text} ({round(low, 1):g}–{round(high, 1):g})"
+  below, above = score - low, high - score
+  digits = int(max(below, above) < 2)
+  if min(below, above) >= 0.05:
+    return f"{text} ±{max(below, above):.{digits}f}"
+  return f"{text} ({round(low, digits):g}–{round(high, digits):g})"
 
 
 def score_name(summary: Summary) -> str:

@@ -152,7 +152,7 @@ def test_what_stands_in_goes_beside_the_headline_alone(found):
     ("Other", "short", "–", "–", "–", "3?"),
   ]
   # The Wilson interval of two trials.
-  assert table.lines[0][3] == "80.0 ±57.7"
+  assert table.lines[0][3] == "80.0 ±58"
 
 
 def test_lines_that_are_the_same_in_all_columns_stand_once(found):

@@ -114,6 +114,69 @@ def test_the_command_before_a_table_writes_it(name):
   assert output == [f"results/{name}"]
 
 
+RESULTS = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+# Marks of runs, and the command before each.
+RUNS = re.findall(
+  r"^    (?:make|kvjax) ([^\n]+)\n(?:(?!^    )[^\n]*\n)*?"
+  r"<!-- ([\w-]+) -->\n(.*?)<!-- /\2 -->$",
+  RESULTS,
+  re.MULTILINE | re.DOTALL,
+)
+
+
+def test_scores_on_the_page_are_those_of_runs():
+  marks = re.findall(r"^<!-- ([\w-]+) -->$", RESULTS, re.MULTILINE)
+  assert [name for _, name, _ in RUNS] == marks
+  assert len(marks) > 5
+
+
+@pytest.mark.parametrize(
+  ("command", "name", "shown"), RUNS, ids=[name for _, name, _ in RUNS]
+)
+def test_a_table_of_scores_has_the_form_and_the_folder_of_its_run(
+  command, name, shown
+):
+  (folder,) = re.findall(r"--output=results/([\w-]+)", command) or re.findall(
+    r"^leaderboard LENGTHS=(\d+)", command
+  )
+  assert folder == name
+  header, _, *lines = (
+    line.removeprefix("| ").removesuffix(" |").split(" | ")
+    for line in shown.partition("\n\n")[0].splitlines()
+  )
+  assert header[0] == "method"
+  assert all(name.endswith(" %") for name in header[1:])
+  cells = [[line[0].strip("`"), *line[1:]] for line in lines]
+  table = formats.to_markdown(Table("", header, cells), code=True)
+  assert shown.startswith(table)
+
+
+def test_scores_of_a_run_are_put_into_their_page(
+  tmp_path, monkeypatch, answer, record
+):
+  monkeypatch.chdir(tmp_path)
+  (tmp_path / "docs").mkdir()
+  page = tmp_path / "docs" / "b.md"
+  page.write_text(PAGE)
+  answers = [answer(sample=n, score=100.0 * (n % 2)) for n in range(12)]
+  full = [answer("full", sample=n) for n in range(12)]
+  record([*full, *answers], tmp_path / "new")
+  page_parts.main(["new"])
+  table, about = page.read_text().split("<!-- /new -->")[0].split("\n\n")[1:]
+  assert table.splitlines()[1:] == [
+    *("| method | 100 % | 25 % |", "| :-- | --: | --: |"),
+    *("| `full` | 100.0 (76–100) |  |", "| `keydiff` |  | 50.0 ±25 |"),
+  ]
+  for said in ("n = 12", "tiny, 1024 tokens", "Seed 7", "jax 1.2.3."):
+    assert said in " ".join(about.split())
+
+
+def test_a_run_of_several_lengths_has_no_single_table(record, answer):
+  run = record([answer(length=length) for length in (1024, 2048)])
+  with pytest.raises(InputError, match="somewhere has several lengths"):
+    page_parts.scores(run)
+
+
 def test_a_table_is_printed_and_put_into_its_page(
   tmp_path, monkeypatch, capsys
 ):
