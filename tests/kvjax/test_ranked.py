@@ -89,6 +89,22 @@ def equations(jaxpr):
       yield from equations(part)
 
 
+@pytest.mark.parametrize("where", ["device", "host"])
+def test_a_token_reads_a_key_once(where):
+  """Attention takes the logits by which the keys were ranked."""
+  layer = layer_of(CTKVR)
+  if where == "host":
+    layer = on_host(layer)
+  program = jax.jit(step).trace(layer, block(1))
+  gathers = [
+    equation.invars[0].aval.shape
+    for equation in equations(program.jaxpr.jaxpr)
+    if equation.primitive.name == "gather"
+  ]
+  # Keys and values have the same shape; a stack of one layer.
+  assert gathers.count((1, *layer.stored.keys.shape)) == 2
+
+
 def nbytes(avals):
   return sum(aval.size * aval.dtype.itemsize for aval in avals)
 
@@ -108,13 +124,12 @@ def test_only_queries_slots_and_the_attention_cross():
       to_host += nbytes(results)
   batch, heads, dim = 3, SHAPE["heads"], SHAPE["head_dim"]
   kv_heads, stored = SHAPE["kv_heads"], layer.stored.capacity
-  # Queries in their own dtype; for each KV head its candidates, two counts and
-  # the number of slots that it reads whatever their rank; and the numbers of
-  # the places, -inf, zero and the layer.
+  # Queries in their own dtype; for each KV head its candidates and two counts;
+  # and the numbers of the places, -inf, zero and the layer.
   candidates = min(3 * 80, stored)
   assert to_host == (
     2 * batch * heads * dim
-    + 4 * batch * kv_heads * (candidates + 3)
+    + 4 * batch * kv_heads * (candidates + 2)
     + 4 * candidates
     + 4
     + 2
