@@ -67,19 +67,33 @@ def step(layer, tokens):
 
 
 @pytest.mark.parametrize(
-  ("name", "steps"), [*((name, 1) for name in VARIANTS), ("reranked", STEPS)]
+  ("name", "steps", "dtype"),
+  [
+    *((name, 1, "float32") for name in VARIANTS),
+    ("reranked", STEPS, "float32"),
+    # The scale must not round queries.
+    ("reranked", 1, "bfloat16"),
+  ],
 )
-def test_hosts_read_and_list_what_devices_do(name, steps):
-  tokens = dataclasses.replace(block(steps), attention=OPTIONS)
-  here = layer_of(VARIANTS[name])
+def test_hosts_read_and_list_what_devices_do(name, steps, dtype):
+  tokens = dataclasses.replace(block(steps, dtype), attention=OPTIONS)
+  here = layer_of(VARIANTS[name], dtype)
   there = on_host(here)
   assert is_on_host(there.stored.keys)
   assert not is_on_host(here.stored.keys)
   expected, index = jax.jit(step)(here, tokens)
   output, own = jax.jit(step)(there, tokens)
-  np.testing.assert_allclose(output, expected, atol=1e-5)
+  atol = 1e-5 if dtype == "float32" else 2**-8
+  output, expected = (x.astype("float32") for x in (output, expected))
+  np.testing.assert_allclose(output, expected, atol=atol)
   assert np.isfinite(output[:2]).all()
   jax.tree.map(np.testing.assert_array_equal, own, index)
+
+
+def test_a_row_that_may_read_all_of_its_keys_reads_those_no_list_has():
+  layer = layer_of(VARIANTS["short lists"])
+  assert layer.stored.lengths[2].tolist() == [COUNTS[2]] * 2
+  assert layer.num_retrieved[2].tolist() == [COUNTS[2]] * 2
 
 
 def equations(jaxpr):
