@@ -60,14 +60,12 @@ def _likeness(
   """Computes the mean cosine of each key with its neighbors, tile by tile."""
   length = len(keys)
   reach, tile = min(reach, length), min(_TILE, length)
-  around = (reach, reach + -length % tile)
-  # Zero vectors have a cosine of 0 with every key: they add to no sum.
-  padded = jnp.pad(jnp.where(prefix[:, None], keys, 0.0), (around, (0, 0)))
-  ones = jnp.pad(prefix.astype(jnp.float32), around)[:, None]
+  around = jnp.arange(-reach, tile + reach, dtype=jnp.int32)
 
   def of_tile(start: Int[Array, ""]) -> Float[Array, " C"]:
-    def part(x: Float[Array, "S X"]) -> Float[Array, "R X"]:
-      return jax.lax.dynamic_slice_in_dim(x, start, tile + 2 * reach)
+    place = start + around
+    inside = jnp.clip(place, 0, length - 1)
+    real = ((place == inside) & prefix[inside])[:, None]
 
     def near(x: Float[Array, "R X"]) -> Float[Array, "C X"]:
       total = jax.lax.reduce_window(
@@ -75,12 +73,13 @@ def _likeness(
       )
       return total if include_self else total - x[reach : reach + tile]
 
-    units = unit(part(padded))
+    # Zero vectors have a cosine of 0 with every key: they add to no sum.
+    units = unit(jnp.where(real, keys[inside], 0.0))
     # Products are linear: one with the sum of the neighbors has all cosines.
     total = jnp.sum(units[reach : reach + tile] * near(units), axis=1)
     # By the neighbors that exist: the constant 2 kappa + 1, as in the note on
     # ProtoKV, would make the keys at both ends look deviant.
-    return total / jnp.maximum(near(part(ones))[:, 0], 1.0)
+    return total / jnp.maximum(near(real.astype(jnp.float32))[:, 0], 1.0)
 
   starts = jnp.arange(0, length, tile, dtype=jnp.int32)
   return jax.lax.map(of_tile, starts).reshape(-1)[:length]
@@ -176,7 +175,22 @@ def prototypes(
   """
   # Keys without a group go to an extra one, which is cut off.
   target = jnp.where(groups >= 0, groups, count)
-  sums = jax.ops.segment_sum(keys, target, count + 1)[:count]
+  length = len(keys)
+  tile = min(_TILE, length)
+
+  def add(
+    number: Int[Array, ""], sums: Float[Array, "_ D"]
+  ) -> Float[Array, "_ D"]:
+    # The last tile begins earlier, with keys that have been added.
+    start = jnp.minimum(number * tile, length - tile)
+    of_tile = jax.lax.dynamic_slice_in_dim(target, start, tile)
+    new = start + jnp.arange(tile, dtype=jnp.int32) >= number * tile
+    part = jax.lax.dynamic_slice_in_dim(keys, start, tile)
+    return sums.at[jnp.where(new, of_tile, count)].add(part)
+
+  # In tiles, as XLA copies whatever it scatters.
+  sums = jnp.zeros((count + 1, keys.shape[1]), jnp.float32)
+  sums = jax.lax.fori_loop(0, -(-length // tile), add, sums)[:count]
   ones = jnp.ones(groups.shape, jnp.float32)
   sizes = jax.ops.segment_sum(ones, target, count + 1)[:count]
   lengths = jnp.linalg.norm(sums, axis=1, keepdims=True)
@@ -193,24 +207,31 @@ def nearest(
   Ties prefer the lowest center. It works in tiles of keys, so that the T x P
   cosines never exist at once.
   """
-  length = len(keys)
+  length, last = len(keys), len(centers) - 1
   tile = min(_TILE, length)
-  padded = jnp.pad(keys, ((0, -length % tile), (0, 0)))
-  places = jnp.arange(len(centers), dtype=jnp.int32)[:, None]
+  places = jnp.arange(len(centers), dtype=jnp.int32)
+  # A group without members has the zero vector for its center, which would win
+  # over negative cosines: the first one that exists stands in for it.
+  first = jnp.argmax(exists).astype(jnp.int32)
+  named = jnp.where(exists, places, first)
+  centers = centers[named]
 
-  def assign(part: Float[Array, "C D"]) -> Int[Array, " C"]:
+  def assign(start: Int[Array, ""]) -> Int[Array, " C"]:
+    # A slice, since tiles that are mapped would be a copy of the keys.
+    part = jax.lax.dynamic_slice_in_dim(keys, start, tile)
     # The length of a key does not change which center is nearest. Centers
     # come first, as XLA vectorizes reductions over the first axis.
     cosines = centers @ part.T
-    # A group without members has the zero vector for its center, which would
-    # win over negative cosines.
-    cosines = jnp.where(exists[:, None], cosines, -jnp.inf)
     # As `argmax` does, but in two reductions, which XLA vectorizes.
     best = jnp.max(cosines, axis=0, keepdims=True)
-    return jnp.min(jnp.where(cosines == best, places, len(centers) - 1), axis=0)
+    return jnp.min(jnp.where(cosines == best, places[:, None], last), axis=0)
 
-  tiles = padded.reshape(-1, tile, keys.shape[1])
-  return jax.lax.map(assign, tiles).reshape(-1)[:length]
+  starts = jnp.arange(0, length, tile, dtype=jnp.int32)
+  # The last tile begins earlier, with keys of the one before.
+  *_, final = range(0, length, tile)
+  found = jax.lax.map(assign, jnp.minimum(starts, length - tile))
+  found = jnp.concatenate([found[:-1].reshape(-1), found[-1, final - length :]])
+  return named[found]
 
 
 def kmeans(

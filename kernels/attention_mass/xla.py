@@ -11,6 +11,9 @@ from kvjax.kernels.attention_mass.tiles import pad_to_multiple
 # least this many queries, since each tile reads all keys.
 _LOGITS = 2**17
 _QUERIES = 8
+# Of so few queries, as in the window of SnapKV, the products begin with keys,
+# which XLA need not transpose; those of more are then slower.
+_FEW = 64
 
 
 def causal_mass_xla(
@@ -83,6 +86,24 @@ def _mass(
   size = min(queries.shape[3], max(_QUERIES, _LOGITS // keys.shape[2]))
   # Once: otherwise each tile of queries would convert all keys again.
   keys = keys.astype(jnp.float32)
+  few = queries.shape[3] <= _FEW
+
+  def add_few(
+    total: Float[Array, "B K T G"],
+    tile: tuple[Float[Array, "B K G C D"], Int[Array, "B #K C"]],
+  ) -> tuple[Float[Array, "B K T G"], None]:
+    queries, positions = tile
+    logits = jnp.einsum(
+      "bktd,bkgcd->bktgc",
+      keys,
+      queries.astype(jnp.float32) * scale,
+      precision=jax.lax.Precision.HIGHEST,
+    )
+    rows = key_positions[..., None]
+    visible = (rows >= 0) & options.visible(positions[:, :, None], rows)
+    of_heads = None if sinks is None else jnp.swapaxes(sinks, 2, 3)
+    weights = _softmax(logits, visible[:, :, :, None], options, of_heads, 2)
+    return total + jnp.sum(weights, axis=-1), None
 
   def add(
     total: Float[Array, "B K G T"],
@@ -97,30 +118,45 @@ def _mass(
     )
     columns = key_positions[:, :, None]
     visible = (columns >= 0) & options.visible(positions[..., None], columns)
-    # Masked logits may be NaN; a query without visible keys adds nothing.
-    logits = jnp.where(visible[:, :, None], options.cap(logits), -jnp.inf)
-    largest = jnp.max(logits, axis=-1, keepdims=True)
-    if sinks is not None:
-      # Keeps exp(sinks - shift) from overflowing.
-      largest = jnp.maximum(largest, sinks)
-    shift = jnp.where(largest > -jnp.inf, largest, 0.0)
-    weights = jnp.exp(logits - shift)
-    denominator = jnp.sum(weights, axis=-1, keepdims=True)
-    if sinks is not None:
-      denominator = denominator + jnp.exp(sinks - shift)
-    weights = weights / jnp.where(denominator > 0, denominator, 1.0)
+    weights = _softmax(logits, visible[:, :, None], options, sinks, -1)
     return total + jnp.sum(weights, axis=-2), None
 
-  zero = jnp.zeros((*queries.shape[:3], keys.shape[2]), jnp.float32)
+  step = add_few if few else add
+  lengths = queries.shape[2], keys.shape[2]
+  lengths = lengths[::-1] if few else lengths
+  total = jnp.zeros((*queries.shape[:2], *lengths), jnp.float32)
   if size == queries.shape[3]:
-    return add(zero, (queries, query_positions))[0]
-  tiles = (
-    _split_tiles(queries, 3, size, 0),
-    # Padding queries see nothing and add nothing.
-    _split_tiles(query_positions, 2, size, -1),
-  )
-  total, _ = jax.lax.scan(add, zero, tiles)
-  return total
+    total, _ = step(total, (queries, query_positions))
+  else:
+    tiles = (
+      _split_tiles(queries, 3, size, 0),
+      # Padding queries see nothing and add nothing.
+      _split_tiles(query_positions, 2, size, -1),
+    )
+    total, _ = jax.lax.scan(step, total, tiles)
+  return jnp.swapaxes(total, 2, 3) if few else total
+
+
+def _softmax(
+  logits: Float[Array, "*B"],
+  visible: Bool[Array, "*#B"],
+  options: AttentionOptions,
+  sinks: Float[Array, "*#B"] | None,
+  axis: int,
+) -> Float[Array, "*B"]:
+  """Computes the weights of logits along an axis of keys."""
+  # Masked logits may be NaN; a query without visible keys adds nothing.
+  logits = jnp.where(visible, options.cap(logits), -jnp.inf)
+  largest = jnp.max(logits, axis=axis, keepdims=True)
+  if sinks is not None:
+    # Keeps exp(sinks - shift) from overflowing.
+    largest = jnp.maximum(largest, sinks)
+  shift = jnp.where(largest > -jnp.inf, largest, 0.0)
+  weights = jnp.exp(logits - shift)
+  denominator = jnp.sum(weights, axis=axis, keepdims=True)
+  if sinks is not None:
+    denominator = denominator + jnp.exp(sinks - shift)
+  return weights / jnp.where(denominator > 0, denominator, 1.0)
 
 
 def _group(

@@ -11,6 +11,8 @@ from kvjax.kernels.select.keys import NEVER, ordered
 
 # Rows up to this length are sorted: it compiles faster and is hardly slower.
 _SHORT = 2048
+# So few slots are found one after another, as CTkvr's few nearest centroids.
+_FEW = 8
 
 # Lanes of a partial count, whose numbers need few bits.
 _LANES = 128
@@ -22,8 +24,11 @@ def largest_xla(
 ) -> Int[Array, "*B M"]:
   """Computes `kvjax.kernels.select.largest`."""
   counts = jnp.minimum(counts, size)
+  if 0 < size <= _FEW:
+    return _few_largest(scores, counts[..., None], size)
   if scores.shape[-1] <= _SHORT:
-    return _ascending(_best_first(scores, counts[..., None]), size)
+    best = _best_first(scores, counts[..., None])
+    return _ascending(best, size, scores.shape[-1])
   return mask_to_slots_xla(among_largest_xla(scores, counts), size)
 
 
@@ -52,8 +57,8 @@ def mask_to_slots_xla(
 ) -> Int[Array, "*B M"]:
   """Computes `kvjax.kernels.select.mask_to_slots`."""
   if mask.shape[-1] <= _SHORT:
-    slots = _slots(mask.shape)
-    return _ascending(jnp.where(mask, slots, slots.shape[-1]), size)
+    slots, end = _slots(mask.shape), mask.shape[-1]
+    return _ascending(jnp.where(mask, slots, end), size, end)
   # The lanes are a multiple of the bits of a word.
   mask = _pad_lanes(mask, False)
   *rows, width = mask.shape
@@ -68,12 +73,46 @@ def mask_to_slots_xla(
   # Each place of the list belongs to the last word that starts at or before it.
   # An empty word starts where the next one does and must not compete with it.
   word_index = _scatter_words(jnp.where(ones > 0, starts, size), size)
-  word_index = jax.lax.cummax(word_index, axis=word_index.ndim - 1)
+  word_index = _max_before(word_index, _WORD)
   place = _slots(word_index.shape)
   rank = place - jnp.take_along_axis(starts, word_index, axis=-1)
   word = jnp.take_along_axis(words, word_index, axis=-1)
   slots = word_index * _WORD + _nth_bit(word, rank)
   return jnp.where(place < ends[..., -1:], slots, -1)
+
+
+def _few_largest(
+  scores: Float[Array, "*B T"], wanted: Int[Array, "*B 1"], size: int
+) -> Int[Array, "*B M"]:
+  """Finds each of the largest scores by two reductions."""
+  keys = ordered(scores)
+  slots = _slots(keys.shape)
+  end = slots.shape[-1]
+  found = []
+  for number in range(size):
+    best = jnp.max(keys, axis=-1, keepdims=True)
+    # The lowest of equal scores.
+    slot = jnp.min(jnp.where(keys == best, slots, end), axis=-1, keepdims=True)
+    found.append(jnp.where((best > NEVER) & (number < wanted), slot, end))
+    keys = jnp.where(slots == slot, NEVER, keys)
+  return _ascending(jnp.concatenate(found, axis=-1), size, end)
+
+
+def _max_before(x: Int[Array, "*B M"], width: int) -> Int[Array, "*B M"]:
+  """Computes the maximum of each number and the `width` - 1 before it.
+
+  XLA vectorizes maxima of shifted rows, unlike `lax.cummax`.
+
+  Args:
+    x: numbers that are not negative.
+    width: a power of 2.
+  """
+  shift = 1
+  while shift < width:
+    before = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(shift, 0)])
+    x = jnp.maximum(x, before[..., : x.shape[-1]])
+    shift *= 2
+  return x
 
 
 def kth_largest_xla(
@@ -110,10 +149,12 @@ def _best_first(
   return jnp.where(chosen, best_first, slots.shape[-1])
 
 
-def _ascending(slots: Int[Array, "*B T"], size: int) -> Int[Array, "*B M"]:
-  """Lists the lowest slots in ascending order; -1 replaces T."""
+def _ascending(
+  slots: Int[Array, "*B N"], size: int, end: int
+) -> Int[Array, "*B M"]:
+  """Lists the lowest slots in ascending order; -1 replaces `end`."""
   first = jnp.sort(slots, axis=-1)[..., :size]
-  return jnp.where(first < slots.shape[-1], first, -1)
+  return jnp.where(first < end, first, -1)
 
 
 def _counter(scores: Float[Array, "*B T"]) -> Count:

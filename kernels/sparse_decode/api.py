@@ -25,6 +25,7 @@ def sparse_decode(
   options: AttentionOptions = PLAIN,
   layer: Layer = None,
   page: int = 1,
+  logits: Float[Array, "B N M"] | None = None,
 ) -> Partial:
   """Softmax attention, scaled by D^-1/2, to listed slots only.
 
@@ -47,6 +48,9 @@ def sparse_decode(
     page: number of entries per page: they come in groups of `page`, the slots
       of one page in order, any of which may be -1. Pages start at multiples of
       their size and end within T, since a kernel may copy whole pages.
+    logits: float32 scaled logits of the listed slots, before the softcap and
+      the bias, if they are known; arbitrary for -1. XLA then reads no keys;
+      kernels, which copy them with the values, and the host compute their own.
 
   Returns:
     The output in the dtype of the queries, and its float32 log-sum-exp, for
@@ -74,8 +78,8 @@ def sparse_decode(
   return dispatch(
     _PROGRAMS,
     implementation,
-    (queries, keys, values, slots, bias, layer),
-    ("BN", "LBK", "LBK", lists, "BN", ""),
+    (queries, keys, values, slots, bias, logits, layer),
+    ("BN", "LBK", "LBK", lists, "BN", "BN", ""),
     "BN",
     options=options,
     page=page,

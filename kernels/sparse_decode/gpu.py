@@ -51,6 +51,7 @@ def sparse_decode_gpu(
   values: Float[Array, "L B K T Dv"] | Quantized,
   slots: Int[Array, "B H M"],
   bias: Float[Array, "B N M"] | None,
+  logits: Float[Array, "B N M"] | None,
   layer: Int[Array, ""],
   options: AttentionOptions = PLAIN,
   page: int = 1,
@@ -68,7 +69,7 @@ def sparse_decode_gpu(
       empty, is for more than 64 query heads, or for more than 8 with a bias;
       attention is not plain.
   """
-  del page
+  del page, logits
   decline_unless_plain(options, keys.shape[-1], values.shape[-1])
   batch, heads, dim = queries.shape
   lists, most = slots.shape[1:]

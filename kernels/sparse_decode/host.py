@@ -5,7 +5,13 @@ from jaxtyping import Array, Float, Int
 from kvjax.kernels.attention.options import PLAIN, AttentionOptions
 from kvjax.kernels.attention.partial import Partial
 from kvjax.kernels.host import run_on_host
-from kvjax.kernels.sparse_decode.xla import Empty, Sums, sum_listed, take_listed
+from kvjax.kernels.sparse_decode.xla import (
+  Empty,
+  Sums,
+  listed_logits,
+  sum_values,
+  take_listed,
+)
 
 
 def sparse_decode_host(
@@ -31,9 +37,9 @@ def sparse_decode_host(
     layer: Int[Array, ""],
     empty: Empty,
   ) -> Sums:
-    keys = take_listed(keys, layer, slots)
+    logits = listed_logits(queries, take_listed(keys, layer, slots), options)
     values = take_listed(values, layer, slots)
-    return sum_listed(queries, keys, values, slots >= 0, bias, empty, options)
+    return sum_values(logits, values, slots >= 0, bias, empty, options)
 
   empty = Empty.of(values.dtype)
   operands = queries, keys, values, slots, bias, layer, empty

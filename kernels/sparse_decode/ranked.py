@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from kvjax.kernels.attention.options import PLAIN, AttentionOptions
 from kvjax.kernels.attention.partial import Partial
@@ -17,7 +17,8 @@ from kvjax.kernels.sparse_decode.xla import (
   LOWEST,
   Empty,
   Sums,
-  sum_listed,
+  listed_logits,
+  sum_values,
   take_listed,
 )
 from kvjax.kernels.stacks import Layer, as_stack
@@ -40,7 +41,6 @@ def ranked_decode_host(
   keys: Float[Array, "*L B K T D"],
   values: Float[Array, "*L B K T Dv"],
   candidates: Int[Array, "B K U"],
-  first: Int[Array, "B K"],
   attended: Best | None,
   listed: Best | None,
   options: AttentionOptions = PLAIN,
@@ -58,8 +58,6 @@ def ranked_decode_host(
     keys: as for `sparse_decode`, in host memory.
     values: as for `sparse_decode`, in host memory.
     candidates: slots to rank, ascending and unique, then -1.
-    first: number of first slots that a head attends to instead, whatever their
-      rank; -1 for none.
     attended: the candidates to attend to; None for all of them.
     listed: the candidates to return; None for none.
     options: scale and softcap.
@@ -69,7 +67,7 @@ def ranked_decode_host(
     The attention, and the listed slots, ascending, then -1.
   """
   (keys, values), layer = as_stack((keys, values), layer)
-  slots, width = keys.shape[-2], candidates.shape[-1]
+  width = candidates.shape[-1]
 
   def run(
     queries: Float[Array, "B N D"],
@@ -77,38 +75,25 @@ def ranked_decode_host(
     values: Float[Array, "L B K T Dv"],
     layer: Int[Array, ""],
     candidates: Int[Array, "B K U"],
-    first: Int[Array, "B K 1"],
     counts: list[Int[Array, "B K 1"]],
     places: Int[Array, "1 1 U"],
     empty: Empty,
   ) -> tuple[Sums, list[Int[Array, "B K _"]]]:
-    found = candidates
-    lists = []
+    keys = take_listed(keys, layer, candidates).astype(jnp.float32)
+    queries = queries.astype(jnp.float32)
+    logits = listed_logits(queries, keys, options)
+    found, lists = candidates, []
     if sizes:
-      pick = _rank(
-        options.rescale(queries).astype(jnp.float32),
-        take_listed(keys, layer, candidates).astype(jnp.float32),
-        candidates,
-        places,
-        slots,
-        empty,
-      )
-      lists = [pick(*best) for best in zip(counts, sizes, strict=True)]
+      pick = _rank(logits, candidates >= 0, places, empty)
+      picked = [pick(*best) for best in zip(counts, sizes, strict=True)]
+      lists = [_choose(at >= 0, _take(candidates, at), -1) for at in picked]
       if attended is not None:
         found, *lists = lists
-    places = places[..., : found.shape[-1]]
-    firsts = _choose(places < first, places, -1)
-    found = jnp.where(first >= 0, firsts, found)
-    attention = sum_listed(
-      queries,
-      take_listed(keys, layer, found),
-      take_listed(values, layer, found),
-      found >= 0,
-      None,
-      empty,
-      options,
-    )
-    return attention, lists
+        grouped = logits.reshape(*candidates.shape[:2], -1, width)
+        logits = _take(grouped, picked[0][:, :, None])
+        logits = logits.reshape(*queries.shape[:2], -1)
+    values = take_listed(values, layer, found)
+    return sum_values(logits, values, found >= 0, None, empty, options), lists
 
   bests = [best for best in (attended, listed) if best is not None]
   sizes = [min(best.size, width) for best in bests]
@@ -116,42 +101,47 @@ def ranked_decode_host(
   places = jnp.arange(width, dtype=jnp.int32)[None, None]
   counts = [best.counts[..., None] for best in bests]
   empty = Empty.of(values.dtype)
-  operands = candidates, first[..., None], counts, places, empty
+  operands = candidates, counts, places, empty
   sums: Sums
   sums, lists = run_on_host(run, queries, keys, values, layer, *operands)
   return sums.finish(queries.dtype), lists[0] if lists else None
 
 
 def _rank(
-  queries: Float[Array, "B N D"],
-  keys: Float[Array, "B K U D"],
-  candidates: Int[Array, "B K U"],
+  logits: Float[Array, "B N U"],
+  valid: Bool[Array, "B K U"],
   places: Int[Array, "1 1 U"],
-  slots: int,
   empty: Empty,
 ) -> Callable[[Int[Array, "B K 1"], int], Int[Array, "B K M"]]:
-  """Ranks candidates; returns a function that lists a number of the best."""
-  batch, kv_heads, _, dim = keys.shape
-  grouped = queries.reshape(batch, kv_heads, -1, dim)
-  logits = jnp.einsum("bkgd,bkud->bkgu", grouped, keys) * dim**-0.5
-  valid = candidates >= 0
-  weights = _max_weights(logits, valid, empty)
+  """Ranks candidates; returns a function that lists places of the best."""
+  batch, kv_heads, width = valid.shape
+  weights = _max_weights(
+    logits.reshape(batch, kv_heads, -1, width), valid, empty
+  )
   # NaN is never ranked. Other weights are not negative, so that their bits are
   # in their order.
   ranked = valid & (weights >= 0)
   bits = jax.lax.bitcast_convert_type(weights, jnp.int32)
   # Stable, so that the lower slot wins among equal weights.
   _, best_first = jax.lax.sort(
-    (-_choose(ranked, bits, -1), candidates), num_keys=1, is_stable=True
+    (-_choose(ranked, bits, -1), jnp.broadcast_to(places, valid.shape)),
+    num_keys=1,
+    is_stable=True,
   )
   available = jnp.sum(ranked, axis=-1, keepdims=True, dtype=jnp.int32)
 
   def pick(count: Int[Array, "B K 1"], size: int) -> Int[Array, "B K M"]:
     chosen = places[..., :size] < jnp.minimum(count, available)
-    ascending = jax.lax.sort(_choose(chosen, best_first[..., :size], slots))
-    return _choose(ascending < slots, ascending, -1)
+    ascending = jax.lax.sort(_choose(chosen, best_first[..., :size], width))
+    return _choose(ascending < width, ascending, -1)
 
   return pick
+
+
+def _take(x: Shaped[Array, "B K *G U"], at: Int[Array, "B K *#G M"]) -> Array:
+  """Takes entries at their places; arbitrary ones at place -1."""
+  # In any other mode it creates arrays.
+  return jnp.take_along_axis(x, at, axis=-1, mode="promise_in_bounds")
 
 
 def _max_weights(

@@ -59,6 +59,7 @@ def sparse_decode_tpu(
   values: Float[Array, "L B K T Dv"] | Quantized,
   slots: Int[Array, "B H M"],
   bias: Float[Array, "B N M"] | None,
+  logits: Float[Array, "B N M"] | None,
   layer: Int[Array, ""],
   options: AttentionOptions = PLAIN,
   page: int = 1,
@@ -82,6 +83,7 @@ def sparse_decode_tpu(
     NotImplementedError: T is less than 32; a list is empty or too long; the
       dtype is not float32, bfloat16 or int8; attention is not plain.
   """
+  del logits
   decline_unless_plain(options, keys.shape[-1], values.shape[-1])
   batch, heads, dim = queries.shape
   lists, num_slots = slots.shape[1:]

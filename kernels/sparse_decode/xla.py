@@ -51,6 +51,7 @@ def sparse_decode_xla(
   values: Float[Array, "L B K T Dv"] | Quantized,
   slots: Int[Array, "B H M"],
   bias: Float[Array, "B N M"] | None,
+  logits: Float[Array, "B N M"] | None,
   layer: Int[Array, ""],
   options: AttentionOptions = PLAIN,
   page: int = 1,
@@ -66,11 +67,11 @@ def sparse_decode_xla(
     listed: Array = dequantize(rows, queries.dtype)
     return listed
 
+  if logits is None:
+    logits = listed_logits(queries, gather(keys), options)
   listed = gather(values)
   empty = Empty.of(listed.dtype)
-  sums = sum_listed(
-    queries, gather(keys), listed, slots >= 0, bias, empty, options
-  )
+  sums = sum_values(logits, listed, slots >= 0, bias, empty, options)
   return sums.finish(queries.dtype)
 
 
@@ -87,9 +88,24 @@ def take_listed(
   return rows.reshape(batch, lists, num_slots, x.shape[-1])
 
 
-def sum_listed(
+def listed_logits(
   queries: Float[Array, "B N D"],
   keys: Float[Array, "B H M D"],
+  options: AttentionOptions,
+) -> Float[Array, "B N M"]:
+  """Computes float32 scaled logits of listed keys, before the softcap."""
+  batch, heads, dim = queries.shape
+  lists, num_slots = keys.shape[1:3]
+  grouped = queries.reshape(batch, lists, heads // lists, dim)
+  products = jnp.einsum(
+    "bhgd,bhmd->bhgm", grouped, keys, preferred_element_type=jnp.float32
+  )
+  products = products.reshape(batch, heads, num_slots)
+  return products * options.scale_of(dim)
+
+
+def sum_values(
+  logits: Float[Array, "B N M"],
   values: Float[Array, "B H M Dv"],
   valid: Bool[Array, "B H M"],
   bias: Float[Array, "B N M"] | None,
@@ -98,27 +114,22 @@ def sum_listed(
 ) -> Sums:
   """Computes the sums of the softmax over listed rows.
 
-  It creates no arrays, so that the host can run it; see
+  Like `listed_logits`, it creates no arrays, so that the host can run it; see
   `kvjax.kernels.host.run_on_host`.
 
   Args:
-    queries: as for `sparse_decode`.
-    keys: the listed keys; arbitrary where the list is empty.
-    values: the listed values; arbitrary where the list is empty.
+    logits: scaled logits before the softcap; arbitrary where a list is empty.
+    values: the listed values; arbitrary where a list is empty.
     valid: mask of the places that list a slot.
     bias: as for `sparse_decode`.
-    empty: replacements where the list is empty.
-    options: scale and softcap.
+    empty: replacements where a list is empty.
+    options: the softcap.
   """
-  batch, heads, dim = queries.shape
-  lists = valid.shape[1]
-  grouped = queries.reshape(batch, lists, heads // lists, dim)
-  logits = jnp.einsum(
-    "bhgd,bhmd->bhgm", grouped, keys, preferred_element_type=jnp.float32
-  )
-  logits = options.cap(logits * options.scale_of(dim))
+  batch, heads, _ = logits.shape
+  logits = options.cap(logits)
   if bias is not None:
-    logits = logits + bias.reshape(logits.shape)
+    logits = logits + bias
+  logits = logits.reshape(batch, valid.shape[1], -1, valid.shape[2])
   logits = jnp.where(valid[:, :, None], logits, empty.logit)
   largest = jax.lax.reduce_max(logits, (logits.ndim - 1,))
   # Finite even without slots, since -inf - -inf is NaN. `where` with a constant

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.index import LayerIndex
-from kvjax.cache.retrieve import group_queries
+from kvjax.cache.retrieve import candidate_slots, group_queries
 from kvjax.cache.rows import Rows
 from kvjax.kernels.attention import AttentionOptions, Partial
 from kvjax.kernels.sparse_decode.ranked import Best, ranked_decode_host
@@ -41,17 +41,13 @@ def attend_to_ranked(
   arrays = index.read()
   kv_heads = store.valid.shape[1]
   # As for `retrieve`: methods scale logits by D^-1/2.
-  grouped = group_queries(options.rescale(queries), kv_heads)
+  grouped = options.rescale(group_queries(queries, kv_heads))
   ranking = jax.vmap(jax.vmap(retrieval.ranking))(arrays, budget)
   if ranking is None:
     return None
   with jax.default_matmul_precision("highest"):
-    candidates = jax.vmap(jax.vmap(retrieval.candidates))(
-      arrays, grouped, store
-    )
-  partial, listed = attend_to_best(
-    ranking, queries, candidates, store, rows, budget, options
-  )
+    candidates = candidate_slots(retrieval, arrays, grouped, store, budget)
+  partial, listed = attend_to_best(ranking, queries, candidates, rows, options)
   update = jax.vmap(jax.vmap(retrieval.update_of))(arrays, grouped, listed)
   real = jnp.broadcast_to(real[:, None], (len(real), kv_heads))
   changes = jax.vmap(jax.vmap(retrieval.update_index))(arrays, update, real)
@@ -62,9 +58,7 @@ def attend_to_best(
   ranking: Ranking,
   queries: Float[Array, "B N D"],
   candidates: Int[Array, "B K U"],
-  store: Store,
   rows: Rows,
-  budget: KeyBudget,
   options: AttentionOptions,
 ) -> tuple[Partial, Int[Array, "B K R"] | None]:
   """Lets the host rank candidates and attend to the best of them.
@@ -73,22 +67,17 @@ def attend_to_best(
     ranking: what each head does with them.
     queries: as for `attend_to_ranked`.
     candidates: slots to rank, ascending and unique, then -1.
-    store: as for `attend_to_ranked`.
     rows: as for `attend_to_ranked`.
-    budget: as for `attend_to_ranked`.
     options: as for `attend_to_ranked`.
 
   Returns:
     The attention, and the candidates that the update lists.
   """
-  # A row that may read all of its stored keys does so; they are the first ones.
-  stored = jnp.sum(store.valid, axis=-1, dtype=jnp.int32)
   return ranked_decode_host(
     queries,
     rows.keys,
     rows.values,
     candidates,
-    jnp.where(stored <= budget.num_keys, stored, -1),
     _best(ranking.attended),
     _best(ranking.listed),
     options,

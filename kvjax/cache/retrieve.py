@@ -140,7 +140,7 @@ def retrieve_all(
     if retrieval.key_access == "all":
       retrieved = retrieve_with(replace(store, keys=rows.copy_keys()))
     elif retrieval.key_access == "candidates":
-      slots = jax.vmap(jax.vmap(retrieval.candidates))(arrays, grouped, store)
+      slots = candidate_slots(retrieval, arrays, grouped, store, budget)
       candidates = Candidates(slots, rows.logits(slots, grouped))
       retrieved = retrieve_with(replace(store, candidates=candidates))
     else:
@@ -148,6 +148,32 @@ def retrieve_all(
     selection, update = retrieved
     changes = jax.vmap(jax.vmap(retrieval.update_index))(arrays, update, real)
   return index.write(changes, selection.slots), selection
+
+
+def candidate_slots(
+  retrieval: Retrieval,
+  index: PyTree[Array],
+  queries: Float[Array, "B K G D"],
+  store: Store,
+  budget: KeyBudget,
+) -> Int[Array, "B K U"]:
+  """The candidates of all heads; all stored keys if the budget allows these.
+
+  Short rows of a batch then attend to everything, as they would alone.
+  """
+
+  def of_head(
+    index: PyTree[Array],
+    queries: Float[Array, "G D"],
+    store: Store,
+    budget: KeyBudget,
+  ) -> Int[Array, " U"]:
+    slots = retrieval.candidates(index, queries, store)
+    all_slots = store.list_all(slots.shape[0])
+    return jnp.where(_fits(store, budget), all_slots, slots)
+
+  slots: Array = jax.vmap(jax.vmap(of_head))(index, queries, store, budget)
+  return slots
 
 
 def attend_to_selection(
@@ -167,9 +193,10 @@ def attend_to_selection(
   batch, kv_heads, lists, length = selection.slots.shape
   # J is 1 or G, so this is one list per KV head or per query head.
   slots = selection.slots.reshape(batch, kv_heads * lists, length)
-  bias = selection.bias
-  if bias is not None:
-    bias = bias.reshape(batch, -1, length)
+  bias, logits = (
+    None if x is None else x.reshape(batch, -1, length)
+    for x in (selection.bias, selection.logits)
+  )
   return sparse_decode(
     queries,
     rows.keys,
@@ -179,6 +206,7 @@ def attend_to_selection(
     options=options,
     layer=rows.layer,
     page=selection.page,
+    logits=logits,
   )
 
 
@@ -190,7 +218,9 @@ def _retrieve_head(
   budget: KeyBudget,
 ) -> tuple[Selection, PyTree[Array]]:
   selection, update = retrieval.retrieve(index, queries, store, budget)
-  return _or_everything(selection, store, budget), update
+  if store.candidates is None:
+    selection = _or_everything(selection, store, budget)
+  return selection, update
 
 
 def _or_everything(
@@ -201,7 +231,7 @@ def _or_everything(
   Short rows of a batch then attend to everything, as they would alone.
   """
   all_slots = store.list_all(selection.slots.shape[-1])
-  fits = jnp.sum(store.valid, dtype=jnp.int32) <= budget.num_keys
+  fits = _fits(store, budget)
   bias = selection.bias
   if bias is not None:
     # MagicPIG's bias corrects for sampling; here every key is read.
@@ -210,6 +240,11 @@ def _or_everything(
   # Tokens that are stored late leave gaps before them.
   page = selection.page if store.late_numbers is None else 1
   return Selection(slots, bias, page)
+
+
+def _fits(store: Store, budget: KeyBudget) -> Bool[Array, ""]:
+  """Whether the budget allows all stored keys of a head."""
+  return jnp.sum(store.valid, dtype=jnp.int32) <= budget.num_keys
 
 
 def broadcast_budget(

@@ -314,10 +314,10 @@ class SparseLayer(Layer):
       if ranked is not None:
         return ranked
     # Methods scale logits by D^-1/2; `sparse_decode` applies the layer's own
-    # scale, so only the former get rescaled queries.
-    index, selection = self._retrieve(
-      index, options.rescale(queries), positions, rows
-    )
+    # scale, so only the former get rescaled queries. They are not rounded, as
+    # their logits may be those of the attention.
+    rescaled = options.rescale(queries.astype(jnp.float32))
+    index, selection = self._retrieve(index, rescaled, positions, rows)
     return index, attend_to_selection(queries, rows, selection, options)
 
   def _count_retrieved(self, activations: Activations) -> Int[Array, "B K"]:

@@ -208,7 +208,9 @@ class ProtoKV(Method):
     sinks: Float[Array, " Q"] | None,
     rng: Array,
   ) -> Ranking:
-    keys = head.keys
+    # Arbitrary in empty slots, which are masked where keys are read: masking
+    # all of them here would copy them.
+    keys = head.cached_keys.astype(jnp.float32)
     prefix = head.valid & ~last_tokens(head.valid, self.window)
     dev = proto.deviation(keys, prefix, self.neighbors, self.include_self)
     # `deviation` returns -Theta; the note, read literally, ranks by Theta.

@@ -5,7 +5,7 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from kvjax.activations import Activations
 from kvjax.cache.layers import LayerCache
@@ -16,15 +16,15 @@ from kvjax.methods.heads import softmax, window_queries
 from kvjax.methods.snapkv import pool
 from kvjax.methods.traits import Traits
 from kvjax.options.bounds import check_least, check_odd, check_share
-from kvjax.selection import floor_share, last_tokens
+from kvjax.selection import floor_share, last_tokens, mask_to_slots
 
 # Keys whose cosines are computed together.
 _TILE = 128
 _TINY = 1e-8
 # Above all slots.
 _NEVER = 2**31 - 1
-# The number of searched tiles, how many similar keys each row has met in them,
-# and the slot that each row leaves out, -1 before it is found.
+# The number of the next tile to search, how many similar keys each row has met
+# before it, and the slot that each row leaves out, -1 before it is found.
 _Search = tuple[Int[Array, ""], Int[Array, "B K R"], Int[Array, "B K R"]]
 
 
@@ -153,57 +153,86 @@ class RKV(ScoringMethod):
       count = jnp.sum(valid, axis=-1, dtype=jnp.int32)
       rank = jnp.maximum(floor_share(count, self.spared_share), 1)
 
-    def search(tile: Int[Array, ""]) -> Int[Array, "B K R"]:
-      return self._spared(tile, units, real, rank)
+    every = jax.lax.broadcasted_iota(jnp.int32, real.shape, 2)
 
-    found = jax.lax.map(search, jnp.arange(tiles, dtype=jnp.int32))
-    spared = jnp.moveaxis(found, 0, 2).reshape(batch, kv_heads, -1)
+    def begin(tile: Int[Array, ""]) -> tuple[Array, Array]:
+      slots = _tile_of(jnp.where(real, every, -1), tile)
+      return self._search(slots, jnp.zeros_like(slots), 0, 1, units, rank)
+
+    # Most rows find theirs in the first tile of keys. Only the others go on,
+    # side by side, as a tile of rows is searched until all of it have found.
+    seen, spared = (
+      jnp.moveaxis(x, 0, 2).reshape(real.shape)
+      for x in jax.lax.map(begin, jnp.arange(tiles, dtype=jnp.int32))
+    )
+    left = real & (spared < 0)
+    rest = mask_to_slots(left, tiles * _TILE)
+    most = jnp.max(jnp.sum(left, axis=-1, dtype=jnp.int32))
+
+    def go_on(
+      state: tuple[Int[Array, ""], Int[Array, "B K T"]],
+    ) -> tuple[Int[Array, ""], Int[Array, "B K T"]]:
+      tile, spared = state
+      slots = _tile_of(rest, tile)
+      met = jnp.take_along_axis(seen, slots, axis=2)
+      _, found = self._search(slots, met, 1, tiles, units, rank)
+      # Out of bounds, where nothing is written, for -1.
+      at = jnp.where(slots >= 0, slots, tiles * _TILE)
+      put = jax.vmap(jax.vmap(lambda x, at, y: x.at[at].set(y, mode="drop")))
+      return tile + 1, put(spared, at, found)
+
+    _, spared = jax.lax.while_loop(
+      lambda state: state[0] * _TILE < most,
+      go_on,
+      (jnp.zeros((), jnp.int32), spared),
+    )
     spared = spared[..., :capacity]
     own = jax.lax.broadcasted_iota(jnp.int32, spared.shape, 2)
     first = jnp.argmax(valid, axis=-1)[..., None]
     return jnp.where(spared < 0, first if self.spares_first else own, spared)
 
-  def _spared(
+  def _search(
     self,
-    tile: Int[Array, ""],
+    slots: Int[Array, "B K R"],
+    seen: Int[Array, "B K R"],
+    first: int,
+    end: int,
     units: Float[Array, "B K T D"],
-    valid: Bool[Array, "B K T"],
     rank: Int[Array, "B K"],
-  ) -> Int[Array, "B K R"]:
-    """The slot that is left out of each row of a tile; -1 for none.
+  ) -> tuple[Int[Array, "B K R"], Int[Array, "B K R"]]:
+    """Searches the slot that is left out of each row.
 
     Tiles of keys are searched from the end that counts, until all rows have
     found theirs: keys resemble each other, so that most are never compared.
 
     Args:
-      tile: number of the tile.
+      slots: slot of the key of each row; -1 for none.
+      seen: how many similar keys each row has met in tiles before the first.
+      first: number of the first tile to search, from the end that counts.
+      end: one past the number of the last.
       units: keys of length 1, whole tiles of them; 0 for empty slots.
-      valid: slots that contain a key.
       rank: which of the keys that resemble a row's is left out, from 1 on.
+
+    Returns:
+      `seen` after these tiles, and the slots, -1 for none.
     """
     tiles, newest = units.shape[2] // _TILE, self.spared == "last"
-
-    def of_tile(x: Array, number: Int[Array, ""]) -> Array:
-      return jax.lax.dynamic_slice_in_dim(x, number * _TILE, _TILE, axis=2)
-
-    rows, real = of_tile(units, tile), of_tile(valid, tile)
-    own = tile * _TILE + jax.lax.broadcasted_iota(
-      jnp.int32, (1, 1, _TILE, 1), 2
-    )
+    rows = jnp.take_along_axis(units, slots[..., None], axis=2)
 
     def unfinished(state: _Search) -> Bool[Array, ""]:
       step, _, found = state
-      return (step < tiles) & jnp.any(real & (found < 0))
+      return (step < end) & jnp.any((slots >= 0) & (found < 0))
 
     def look(state: _Search) -> _Search:
       step, seen, found = state
       number = tiles - 1 - step if newest else step
-      cosines = jnp.einsum("bkrd,bkcd->bkrc", rows, of_tile(units, number))
-      slots = number * _TILE + jax.lax.broadcasted_iota(
+      keys = _tile_of(units, number)
+      cosines = jnp.einsum("bkrd,bkcd->bkrc", rows, keys)
+      others = number * _TILE + jax.lax.broadcasted_iota(
         jnp.int32, (1, 1, 1, _TILE), 3
       )
       # Empty slots have a cosine of 0, which is not above any threshold.
-      similar = (cosines > self.threshold) & (own != slots)
+      similar = (cosines > self.threshold) & (slots[..., None] != others)
       if self.spared_share:
         order = jax.lax.cumsum(
           similar.astype(jnp.int32), axis=3, reverse=newest
@@ -213,12 +242,17 @@ class RKV(ScoringMethod):
           similar & (seen[..., None] + order == rank[..., None, None]),
         )
       if newest:
-        best = jnp.max(jnp.where(similar, slots, -1), axis=-1)
+        best = jnp.max(jnp.where(similar, others, -1), axis=-1)
       else:
-        best = jnp.min(jnp.where(similar, slots, _NEVER), axis=-1)
+        best = jnp.min(jnp.where(similar, others, _NEVER), axis=-1)
         best = jnp.where(best == _NEVER, -1, best)
       return step + 1, seen, jnp.where(found < 0, best, found)
 
-    none = jnp.full(real.shape, -1, jnp.int32)
-    start = jnp.zeros((), jnp.int32), jnp.zeros_like(none), none
-    return jax.lax.while_loop(unfinished, look, start)[2]
+    start = jnp.asarray(first, jnp.int32), seen, jnp.full_like(slots, -1)
+    _, seen, found = jax.lax.while_loop(unfinished, look, start)
+    return seen, found
+
+
+def _tile_of(x: Shaped[Array, "B K T *D"], number: Int[Array, ""]) -> Array:
+  """Returns a tile of slots."""
+  return jax.lax.dynamic_slice_in_dim(x, number * _TILE, _TILE, axis=2)

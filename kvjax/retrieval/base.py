@@ -200,11 +200,15 @@ class Selection:
     page: number of entries per page: they come in groups of `page`, the slots
       of one page in order, any of which may be -1. Pages start at multiples of
       their size and end within the stored slots.
+    logits: float32 products of the listed keys with the token's queries, times
+      D^-1/2, from `Candidates.logits`; arbitrary for -1. With them, the keys
+      need not be read again. None if they are not known.
   """
 
   slots: Int[Array, "*B J M"]
   bias: Float[Array, "*B G M"] | None = None
   page: int = static(default=1)
+  logits: Float[Array, "*B G M"] | None = None
 
   @property
   def visible_slots(self) -> Int[Array, "*B J M"]:
@@ -296,7 +300,9 @@ class Retrieval(abc.ABC):
   ) -> Int[Array, " U"]:
     """Selects the slots whose keys `retrieve` compares with the queries.
 
-    Only called if `key_access` is "candidates". No other keys are read.
+    Only called if `key_access` is "candidates". No other keys are read. Where
+    the budget allows all stored keys, these replace the candidates, of which
+    there must be places for as many.
 
     Args:
       index: as for `retrieve`.

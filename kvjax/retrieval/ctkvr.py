@@ -213,18 +213,10 @@ class CTkvr(Retrieval):
     numbers = store.numbers(recalled)
     scores = max_weights(logits, recalled >= 0)
 
-    def select(
-      candidates: Int[Array, " U"], count: Int[Array, ""], limit: int
-    ) -> Int[Array, " R"]:
-      # Late binding: by the second call, `scores` include the pending keys.
-      order = largest(scores, count, limit)
-      return jnp.where(order >= 0, candidates[order], -1)
-
-    slots = (
-      select(recalled, budget.num_keys, budget.max_keys)
-      if self.rerank
-      else recalled
-    )
+    attended, slots = logits, recalled
+    if self.rerank:
+      order = largest(scores, budget.num_keys, budget.max_keys)
+      attended, slots = logits[:, order], _listed(recalled, order)
     if store.pending is not None:
       others = scaled_logits(queries, store.pending.keys)
       logits = jnp.concatenate([logits, others], axis=-1)
@@ -232,8 +224,9 @@ class CTkvr(Retrieval):
       # The new centroid also lists resident keys, which will be stored later.
       # The slots above are read now and must not contain them.
       scores = max_weights(logits, numbers >= 0)
-    listed = select(numbers, self._list_length(budget), index.slots.shape[-1])
-    return Selection(slots[None]), self.update_of(index, queries, listed)
+    order = largest(scores, self._list_length(budget), index.slots.shape[-1])
+    update = self.update_of(index, queries, _listed(numbers, order))
+    return Selection(slots[None], logits=attended), update
 
   def ranking(self, index: Lists, budget: KeyBudget) -> Ranking:
     """Reads the best of the recalled keys, and lists more of them."""
@@ -350,3 +343,10 @@ class CTkvr(Retrieval):
     near = jnp.where(real, near, -jnp.inf)
     lists = largest(near, jnp.asarray(probes), probes)
     return jnp.where(lists[:, None] >= 0, index.slots[lists], -1).reshape(-1)
+
+
+def _listed(
+  candidates: Int[Array, " U"], order: Int[Array, " M"]
+) -> Int[Array, " M"]:
+  """The candidates at these places; -1 for place -1."""
+  return jnp.where(order >= 0, candidates[order], -1)

@@ -319,3 +319,17 @@ def test_real_sizes_are_lowered_for_gpus(spec):
     traced = jax.jit(lambda *operands: spec.run(*operands)).trace(*spec.shapes)
     lowered = traced.lower(lowering_platforms=("cuda",))
   assert "mosaic_gpu" in lowered.as_text()
+
+
+@pytest.mark.parametrize("window", [8, 32])
+def test_windows_take_less_memory_than_the_keys(window):
+  """Their products begin with keys, which are not transposed."""
+  keys = jax.ShapeDtypeStruct((1, 8, 16384, 128), jnp.float32)
+  queries = jax.ShapeDtypeStruct((1, 32, window, 128), jnp.float32)
+  places = jax.ShapeDtypeStruct((1, 8, 16384), jnp.int32)
+  of_queries = jax.ShapeDtypeStruct((1, window), jnp.int32)
+  compiled = (
+    jax.jit(causal_mass).lower(queries, keys, of_queries, places).compile()
+  )
+  used = compiled.memory_analysis().temp_size_in_bytes
+  assert used < 8 * 16384 * 128 * 4 * 0.6

@@ -59,7 +59,7 @@ def attended_by_hand(query, keys, values, slots, options):
   return weights @ values[slots].astype("float64") / weights.sum(), lse
 
 
-def ran(arrays, read, listed, first, options, stacked):
+def ran(arrays, read, listed, options, stacked):
   """The host's attention and lists, with the slots that it attended to."""
   queries, keys, values, candidates = map(jnp.asarray, arrays)
   if stacked:
@@ -71,13 +71,12 @@ def ran(arrays, read, listed, first, options, stacked):
   def best(counts):
     return None if counts is None else Best(jnp.asarray(counts), 15)
 
-  def run(queries, keys, values, candidates, first):
+  def run(queries, keys, values, candidates):
     return ranked_decode_host(
       queries,
       keys,
       values,
       candidates,
-      first,
       best(read),
       best(listed),
       options,
@@ -85,10 +84,7 @@ def ran(arrays, read, listed, first, options, stacked):
     )
 
   keys, values = to_host((keys, values))
-  return jax.jit(run)(queries, keys, values, candidates, jnp.asarray(first))
-
-
-NONE = np.full((B, K), -1, np.int32)
+  return jax.jit(run)(queries, keys, values, candidates)
 
 
 @pytest.mark.parametrize("stacked", [False, True])
@@ -99,7 +95,7 @@ NONE = np.full((B, K), -1, np.int32)
 @pytest.mark.parametrize("read", [READ, None], ids=["best", "all"])
 def test_the_best_are_those_of_a_loop(read, listed, options, stacked):
   arrays = queries, keys, values, candidates = case()
-  partial, lists = ran(arrays, read, listed, NONE, options, stacked)
+  partial, lists = ran(arrays, read, listed, options, stacked)
   assert (lists is None) == (listed is None)
   grouped = queries.reshape(B, K, G, D)
   for row, head in np.ndindex(B, K):
@@ -127,39 +123,11 @@ def test_the_best_are_those_of_a_loop(read, listed, options, stacked):
       np.testing.assert_allclose(partial.lse[place], lse, atol=1e-5)
 
 
-@pytest.mark.parametrize("read", [READ, None], ids=["best", "all"])
-def test_a_head_may_attend_to_the_first_slots_instead(read):
-  """What it lists does not change."""
-  arrays = queries, keys, values, _ = case()
-  first = np.array([[-1, 6, 0], [15, -1, 2]], np.int32)
-  keys, values = np.nan_to_num(keys), np.nan_to_num(values)
-  arrays = queries, keys, values, arrays[3]
-  partial, lists = ran(arrays, read, LISTED, first, PLAIN, False)
-  usual, same = ran(arrays, read, LISTED, NONE, PLAIN, False)
-  np.testing.assert_array_equal(lists, same)
-  for row, head in np.ndindex(B, K):
-    for number in range(head * G, (head + 1) * G):
-      if first[row, head] < 0:
-        np.testing.assert_array_equal(
-          partial.output[row, number], usual.output[row, number]
-        )
-        continue
-      output, lse = attended_by_hand(
-        queries[row, number],
-        keys[row, head],
-        values[row, head],
-        np.arange(first[row, head]),
-        PLAIN,
-      )
-      np.testing.assert_allclose(partial.output[row, number], output, atol=1e-5)
-      np.testing.assert_allclose(partial.lse[row, number], lse, atol=1e-5)
-
-
 def test_weights_that_are_no_numbers_are_never_the_best():
   queries, keys, values, candidates = case()
   keys[0, 1, candidates[0, 1, 3]] = np.nan
   arrays = queries, keys, values, candidates
-  partial, lists = ran(arrays, READ, LISTED, NONE, PLAIN, False)
+  partial, lists = ran(arrays, READ, LISTED, PLAIN, False)
   assert (np.asarray(lists)[0, 1] == -1).all()
   assert not np.asarray(partial.output)[0, G : 2 * G].any()
   assert np.isneginf(np.asarray(partial.lse)[0, G : 2 * G]).all()

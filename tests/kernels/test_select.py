@@ -79,6 +79,8 @@ CASES = [
   # tiles of a TPU's, and 2,500 are more than one step of a GPU's.
   *(("xla", *shape) for shape in ((1, 1), (200, 70), (256, 256))),
   *(("xla", *shape) for shape in ((2049, 1), (3000, 500), (2100, 2100))),
+  # So few that they are found one by one, and one more.
+  *(("xla", *shape) for shape in ((300, 5), (2500, 8), (300, 9))),
   *(("tpu", *shape) for shape in ((5, 5), (1024, 130), (1500, 1))),
   *(("gpu", *shape) for shape in ((5, 5), (512, 300), (2500, 800))),
   *(

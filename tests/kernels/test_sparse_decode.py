@@ -12,6 +12,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from kvjax import kernels
 from kvjax.kernels.attention import merge
+from kvjax.kernels.attention.options import PLAIN, AttentionOptions
 from kvjax.kernels.quantized import Quantized, quantize
 from kvjax.kernels.sparse_decode import sparse_decode
 from kvjax.kernels.sparse_decode.reference import sparse_decode_reference
@@ -101,6 +102,33 @@ def close(found, expected, tolerance):
   np.testing.assert_allclose(found_output, output, atol=tolerance * largest)
   np.testing.assert_allclose(found.lse, lse, rtol=1e-6, atol=1e-5)
   assert not np.isfinite(lse).all()  # a list is empty
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(
+  "options", [PLAIN, AttentionOptions(scale=0.3, softcap=2.0)]
+)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_keys_are_not_read_if_logits_are_known(shape, options, bias):
+  queries, keys, values, slots, extra = case(shape, bias=bias)
+  expected = sparse_decode(queries, keys, values, slots, extra, options=options)
+  lists = np.repeat(slots, queries.shape[1] // slots.shape[1], axis=1)
+  share = queries.shape[1] // keys.shape[1]
+  listed = np.take_along_axis(
+    np.repeat(keys, share, axis=1), np.maximum(lists, 0)[..., None], axis=2
+  )
+  logits = np.einsum("bnd,bnmd->bnm", queries, listed)
+  logits *= options.scale_of(queries.shape[-1])
+  found = sparse_decode(
+    queries,
+    jnp.full_like(keys, jnp.nan),
+    values,
+    slots,
+    extra,
+    options=options,
+    logits=jnp.asarray(np.where(lists >= 0, logits, np.nan)),
+  )
+  close(found, expected, 1e-6)
 
 
 @contextlib.contextmanager

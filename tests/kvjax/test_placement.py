@@ -191,10 +191,9 @@ def ranking(rows, slots):
   """Lets the host rank keys by a query, and attend to the better half."""
   half = slots.shape[-1] // 2
   query = jnp.broadcast_to(slots[..., :1], (*slots.shape[:2], 128))
-  every = jnp.full(slots.shape[:2], -1, jnp.int32)
-  best = Best(every + half + 1, half)
+  best = Best(jnp.full(slots.shape[:2], half, jnp.int32), half)
   attended, listed = ranked_decode_host(
-    query.astype(rows[0].dtype), *rows, slots, every, best, best
+    query.astype(rows[0].dtype), *rows, slots, best, best
   )
   lowest = jnp.argmin(attended.lse, axis=1).astype(jnp.int32)
   slots = jnp.concatenate([listed, listed], axis=-1) + lowest[:, None, None]

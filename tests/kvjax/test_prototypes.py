@@ -196,13 +196,37 @@ def test_kmeans_finds_clear_clusters():
   assert len(pairs) == 4
 
 
-def test_deviations_take_no_more_memory_than_two_copies_of_the_keys():
-  keys = jax.ShapeDtypeStruct((8, 4096, 128), jnp.float32)
-  prefix = jax.ShapeDtypeStruct((8, 4096), bool)
-
-  def deviations(keys, prefix):
-    return jax.vmap(lambda k, p: deviation(k, p, 5, True))(keys, prefix)
-
-  compiled = jax.jit(deviations).lower(keys, prefix).compile()
+@pytest.mark.parametrize(
+  "run",
+  [
+    lambda keys, groups: deviation(keys, groups >= 0, 5, True),
+    lambda keys, groups: proto.prototypes(keys, groups, 64),
+    lambda keys, groups: proto.nearest(keys, keys[:64], groups[:64] >= 0),
+  ],
+  ids=["deviations", "prototypes", "nearest"],
+)
+def test_keys_are_not_copied(run):
+  keys = jax.ShapeDtypeStruct((8, 16384, 128), jnp.float32)
+  groups = jax.ShapeDtypeStruct((8, 16384), jnp.int32)
+  compiled = jax.jit(jax.vmap(run)).lower(keys, groups).compile()
   used = compiled.memory_analysis().temp_size_in_bytes
-  assert used < 2.1 * 8 * 4096 * 128 * 4
+  assert used < 8 * 16384 * 128 * 4 / 2
+
+
+@pytest.mark.parametrize("length", [1, 255, 256, 257, 700])
+def test_tiles_of_keys_count_once(length):
+  """Sums and nearest centers of whole tiles and of the last, shorter one."""
+  rng = np.random.default_rng(length)
+  keys = rng.normal(size=(length, 8)).astype("float32")
+  groups = rng.integers(-1, 6, size=length).astype("int32")
+  groups[groups == 2] = -1  # a group without members
+  groups[groups == 0] = -1  # the first as well
+  centers, exists = jax.jit(proto.prototypes, static_argnums=2)(keys, groups, 6)
+  assert np.array_equal(exists, [number in groups for number in range(6)])
+  sums = [keys[groups == n].astype("float64").sum(axis=0) for n in range(6)]
+  lengths = np.maximum(np.linalg.norm(sums, axis=1, keepdims=True), 1e-6)
+  np.testing.assert_allclose(centers, sums / lengths, atol=1e-5)
+  cosines = keys.astype("float64") @ np.asarray(centers, "float64").T
+  cosines[:, ~np.asarray(exists)] = -np.inf
+  found = jax.jit(proto.nearest)(keys, centers, exists)
+  np.testing.assert_array_equal(found, cosines.argmax(axis=1))

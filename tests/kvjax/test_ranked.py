@@ -67,19 +67,33 @@ def step(layer, tokens):
 
 
 @pytest.mark.parametrize(
-  ("name", "steps"), [*((name, 1) for name in VARIANTS), ("reranked", STEPS)]
+  ("name", "steps", "dtype"),
+  [
+    *((name, 1, "float32") for name in VARIANTS),
+    ("reranked", STEPS, "float32"),
+    # The scale must not round queries.
+    ("reranked", 1, "bfloat16"),
+  ],
 )
-def test_hosts_read_and_list_what_devices_do(name, steps):
-  tokens = dataclasses.replace(block(steps), attention=OPTIONS)
-  here = layer_of(VARIANTS[name])
+def test_hosts_read_and_list_what_devices_do(name, steps, dtype):
+  tokens = dataclasses.replace(block(steps, dtype), attention=OPTIONS)
+  here = layer_of(VARIANTS[name], dtype)
   there = on_host(here)
   assert is_on_host(there.stored.keys)
   assert not is_on_host(here.stored.keys)
   expected, index = jax.jit(step)(here, tokens)
   output, own = jax.jit(step)(there, tokens)
-  np.testing.assert_allclose(output, expected, atol=1e-5)
+  atol = 1e-5 if dtype == "float32" else 2**-8
+  output, expected = (x.astype("float32") for x in (output, expected))
+  np.testing.assert_allclose(output, expected, atol=atol)
   assert np.isfinite(output[:2]).all()
   jax.tree.map(np.testing.assert_array_equal, own, index)
+
+
+def test_a_row_that_may_read_all_of_its_keys_reads_those_no_list_has():
+  layer = layer_of(VARIANTS["short lists"])
+  assert layer.stored.lengths[2].tolist() == [COUNTS[2]] * 2
+  assert layer.num_retrieved[2].tolist() == [COUNTS[2]] * 2
 
 
 def equations(jaxpr):
@@ -87,6 +101,22 @@ def equations(jaxpr):
     yield equation
     for part in jaxprs_in_params(equation.params):
       yield from equations(part)
+
+
+@pytest.mark.parametrize("where", ["device", "host"])
+def test_a_token_reads_a_key_once(where):
+  """Attention takes the logits by which the keys were ranked."""
+  layer = layer_of(CTKVR)
+  if where == "host":
+    layer = on_host(layer)
+  program = jax.jit(step).trace(layer, block(1))
+  gathers = [
+    equation.invars[0].aval.shape
+    for equation in equations(program.jaxpr.jaxpr)
+    if equation.primitive.name == "gather"
+  ]
+  # Keys and values have the same shape; a stack of one layer.
+  assert gathers.count((1, *layer.stored.keys.shape)) == 2
 
 
 def nbytes(avals):
@@ -108,13 +138,12 @@ def test_only_queries_slots_and_the_attention_cross():
       to_host += nbytes(results)
   batch, heads, dim = 3, SHAPE["heads"], SHAPE["head_dim"]
   kv_heads, stored = SHAPE["kv_heads"], layer.stored.capacity
-  # Queries in their own dtype; for each KV head its candidates, two counts and
-  # the number of slots that it reads whatever their rank; and the numbers of
-  # the places, -inf, zero and the layer.
+  # Queries in their own dtype; for each KV head its candidates and two counts;
+  # and the numbers of the places, -inf, zero and the layer.
   candidates = min(3 * 80, stored)
   assert to_host == (
     2 * batch * heads * dim
-    + 4 * batch * kv_heads * (candidates + 3)
+    + 4 * batch * kv_heads * (candidates + 2)
     + 4 * candidates
     + 4
     + 2

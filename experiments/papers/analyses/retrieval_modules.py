@@ -197,15 +197,7 @@ def offloaded(token: Token) -> Modules:
       token.layer.index, token.budget
     )
     assert ranking is not None
-    return attend_to_best(
-      ranking,
-      token.queries,
-      candidates,
-      token.store,
-      token.rows,
-      token.budget,
-      PLAIN,
-    )
+    return attend_to_best(ranking, token.queries, candidates, token.rows, PLAIN)
 
   recall, rank = jax.jit(_recall(retrieval)), jax.jit(rank)
   candidates = recall(token)
