@@ -10,11 +10,12 @@ import kvjax
 from kvjax.cache.sharding import parse_mesh, split_mesh
 from kvjax.testing import kept_positions
 
-QUESTIONS = kvjax.Prompts.of([[5, 6], [1, 2, 3]])
+# Of rows in turn.
+QUESTIONS = ([5, 6], [1, 2, 3])
 
 
 class Answered(NamedTuple):
-  """The cache of two prompts, its logits, and the answers."""
+  """The cache of prompts, its logits, and the answers."""
 
   cache: kvjax.Cache
   logits: np.ndarray
@@ -30,7 +31,10 @@ def answered(model, plan, rows, mesh=None):
   with devices:
     params, prompts = model.init(), kvjax.Prompts.of(rows)
     cache, logits = kvjax.prefill(model, params, prompts, plan)
-    given = kvjax.generate(model, params, cache, QUESTIONS, kvjax.Decoding(6))
+    asked = [QUESTIONS[row % 2] for row in range(len(rows))]
+    given = kvjax.generate(
+      model, params, cache, kvjax.Prompts.of(asked), kvjax.Decoding(6)
+    )
   return Answered(cache, np.asarray(logits), given.rows())
 
 
