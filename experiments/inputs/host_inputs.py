@@ -43,6 +43,8 @@ _ADDRESS = re.compile(r"[^\s:]+:[0-9]{1,5}|\[[0-9a-fA-F:]+\]:[0-9]{1,5}")
 _LAST_PORT = 2**16 - 1
 # Seconds between our message and JAX's.
 _SPARE = 60
+# Number of the file that libraries print to.
+_STDOUT = 1
 # They differ between hosts.
 _OWN = {"coordinator", "host"}
 
@@ -93,6 +95,7 @@ def start() -> None:
   if not multihost.is_first():
     # The first one says them.
     warnings.simplefilter("ignore", InputWarning)
+    _silence_output()
   _check_flags()
 
 
@@ -101,6 +104,15 @@ def console() -> rich.console.Console:
   return rich.console.Console(
     highlight=False, markup=False, emoji=False, quiet=not multihost.is_first()
   )
+
+
+def _silence_output() -> None:
+  """Drops standard output, where JAX on CPUs reports every connection.
+
+  Libraries in C++ write there without asking Python. Errors are on stderr.
+  """
+  with open(os.devnull, "wb") as nowhere:
+    os.dup2(nowhere.fileno(), _STDOUT)
 
 
 def _check_address(address: str) -> None:

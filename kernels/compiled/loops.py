@@ -4,6 +4,8 @@ import re
 
 from kvjax.kernels.compiled.hlo import Computation, Instruction, Module
 
+# As XLA reports turns to CPUs and GPUs, where conditions are fused.
+_KNOWN = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 # Instructions that return their operand or a part of it.
 _SAME = frozenset(["copy", "bitcast"])
 
@@ -13,15 +15,16 @@ def turns(
 ) -> int | None:
   """Counts the turns of a loop with a constant number of them; None for others.
 
-  The compiler does not report turns. A counting loop has a counter in its tuple
-  that its condition compares with a constant and its body increments by a
-  constant.
+  libtpu does not report turns. A counting loop has a counter in its tuple that
+  its condition compares with a constant and its body increments by a constant.
 
   Args:
     module: the program.
     computation: the computation of the loop.
     loop: an instruction `while`.
   """
+  if known := _KNOWN.search(loop.attributes):
+    return int(known[1])
   (condition,) = loop.called("condition")
   (body,) = loop.called("body")
   test = module.computations[condition]

@@ -1,11 +1,6 @@
 """Prompts whose tokens are shared out over the axis "context" of a mesh."""
 
 import functools
-import json
-import os
-import pathlib
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from mesh_answers import answered, assert_same
+from processes import call_with_devices
 
 import kvjax
 from kvjax.cache.packed import PackedLayer
@@ -239,46 +235,18 @@ def test_devices_of_a_window_receive_what_it_sees_of_their_neighbors():
   assert len(moved) == 2  # keys and values
 
 
-SCRIPT = """
-import json, sys
-import jax
-import kvjax
-from test_context_axis import MESHES_OF_EIGHT, PLANS, answers
-from kvjax.testing import kept_positions
-
-assert len(jax.devices()) == 8
-found = {}
-for mesh in (None, *MESHES_OF_EIGHT):
-  for name in ("full", "keydiff", "ada/snapkv"):
-    cache, logits, rows = answers(name, mesh)
-    kept = [kept_positions(cache, row) for row in range(2)]
-    found[f"{name} {mesh}"] = [kept, logits.tolist(), rows]
-print(json.dumps(found))
-"""
 MESHES_OF_EIGHT = ("context:8", "data:2,context:2,model:2", "context:4,model:2")
 
 
+def compare(name):
+  """Runs on eight devices."""
+  assert len(jax.devices()) == 8
+  for mesh in MESHES_OF_EIGHT:
+    assert_answers(name, mesh)
+  return name
+
+
 @pytest.mark.slow
-def test_eight_devices_answer_as_one():
-  flags = os.environ["XLA_FLAGS"].replace("device_count=4", "device_count=8")
-  folder = pathlib.Path(__file__).parent
-  paths = [str(folder), *sys.path]
-  run = subprocess.run(
-    [sys.executable, "-c", SCRIPT],
-    env={
-      **os.environ,
-      "XLA_FLAGS": flags,
-      "PYTHONPATH": os.pathsep.join(paths),
-    },
-    capture_output=True,
-    text=True,
-    check=False,
-  )
-  assert run.returncode == 0, run.stderr
-  found = json.loads(run.stdout.splitlines()[-1])
-  for name in ("full", "keydiff", "ada/snapkv"):
-    kept, logits, rows = found[f"{name} None"]
-    for mesh in MESHES_OF_EIGHT:
-      spread, spread_logits, spread_rows = found[f"{name} {mesh}"]
-      assert (spread, spread_rows) == (kept, rows)
-      np.testing.assert_allclose(logits, spread_logits, rtol=0, atol=1e-4)
+@pytest.mark.parametrize("name", ["full", "keydiff", "ada/snapkv"])
+def test_eight_devices_answer_as_one(name):
+  assert call_with_devices(8, compare, name) == name

@@ -37,10 +37,15 @@ def answer(name):
   cache, logits = kvjax.prefill(model, params, prompts, plan)
   questions = kvjax.Prompts.of([[5, 6], [1, 2, 3], [4], [7, 8]])
   given = kvjax.generate(model, params, cache, questions, kvjax.Decoding(6))
-  cache, logits = read((cache, logits))
+  nll = None
+  if name != "evicting":
+    # A tiny model's own answers repeat the question, whatever is cached.
+    others = kvjax.Prompts.of([[9, 8, 7], [4], [6, 2], [1]])
+    nll = kvjax.answer_nll(model, params, cache, questions, others)
+  cache, logits, nll = read((cache, logits, nll))
   kept = [kept_positions(cache, row) for row in range(len(ROWS))]
   leaves = [] if name in IN_PAGES else jax.tree.leaves(cache)
-  return [kept, given.rows()], [logits, *leaves]
+  return [kept, given.rows()], [logits, *jax.tree.leaves(nll), *leaves]
 
 
 def compare(axes, name):

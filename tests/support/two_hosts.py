@@ -2,12 +2,10 @@
 
 import inspect
 import json
-import os
 import pathlib
-import re
 import socket
-import subprocess
-import sys
+
+from processes import start_python
 
 SCRIPT = """
 import json, sys
@@ -21,10 +19,11 @@ print(json.dumps({name}(*sys.argv[3:])))
 
 def start(*arguments, host, port, output, cwd=None, program="evaluate"):
   """Starts a host of two, with two CPU devices each."""
-  return _start(
+  return start_python(
     *("-m", f"kvjax.experiments.{program}", *arguments),
     *("--multihost", f"--coordinator=127.0.0.1:{port}"),
     *("--hosts=2", f"--host={host}", f"--output={output}"),
+    devices=2,
     cwd=cwd,
   )
 
@@ -42,7 +41,11 @@ def call(function, *arguments):
     free.bind(("127.0.0.1", 0))
     address = f"127.0.0.1:{free.getsockname()[1]}"
   both = [
-    _start("-c", script, address, str(host), *arguments, cwd=path.parent)
+    start_python(
+      *("-c", script, address, str(host), *arguments),
+      devices=2,
+      cwd=path.parent,
+    )
     for host in range(2)
   ]
   try:
@@ -52,20 +55,3 @@ def call(function, *arguments):
       process.kill()
   assert [process.returncode for process in both] == [0, 0], ended
   return [json.loads(said.splitlines()[-1]) for said, _ in ended]
-
-
-def _start(*arguments, cwd):
-  devices = re.sub(
-    "device_count=[0-9]+", "device_count=2", os.environ["XLA_FLAGS"]
-  )
-  path = [str(pathlib.Path(__file__).parent), os.environ.get("PYTHONPATH")]
-  return subprocess.Popen(
-    [sys.executable, *arguments],
-    cwd=cwd,
-    env=os.environ
-    | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": devices}
-    | {"PYTHONPATH": os.pathsep.join(filter(None, path))},
-    stdout=subprocess.PIPE,
-    stderr=subprocess.PIPE,
-    text=True,
-  )
