@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax.cache.base import Layer
-from kvjax.cache.cache import Cache
+from kvjax.cache.cache import Cache, check_not_donated
 from kvjax.cache.window import WindowLayer
 from kvjax.engine.decode import Decoding, check_decoding
 from kvjax.engine.prepared import PreparedPlan
@@ -109,13 +109,15 @@ def _check_lengths(
 
 
 def check_caches(caches: Any) -> None:
-  """Refuses what is no cache or sequence of caches, as type checkers do."""
+  """Refuses what is no cache or sequence of caches, or has been donated."""
   many = caches if isinstance(caches, Sequence) else [caches]
   if not all(isinstance(cache, Cache) for cache in many):
     raise InputError(
       "What follows a context follows its kvjax.Cache; take it out of the pair "
       "that kvjax.prefill returns, as in `cache, logits = kvjax.prefill(...)`."
     )
+  for cache in many:
+    check_not_donated(cache)
 
 
 def check_cache(model: Model, cache: Cache) -> None:

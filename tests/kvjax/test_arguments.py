@@ -132,6 +132,34 @@ def test_tokens_that_a_model_does_not_embed():
       call()
 
 
+def test_a_cache_that_a_turn_has_taken_over_is_refused(tmp_path):
+  cache = kvjax.reserve(
+    prefilled(kvjax.get_plan("keydiff", kvjax.Tokens(9))), 64
+  )
+  decoding = kvjax.Decoding(2)
+  kept = kvjax.generate(MODEL, PARAMS, cache, QUESTIONS, decoding, keep=True)
+  for use in (
+    lambda: kvjax.generate(MODEL, PARAMS, cache, QUESTIONS, decoding),
+    lambda: kvjax.generate(
+      MODEL, PARAMS, [kept.cache, cache], QUESTIONS, decoding
+    ),
+    lambda: kvjax.stream(MODEL, PARAMS, cache, QUESTIONS, decoding),
+    lambda: kvjax.answer_nll(MODEL, PARAMS, cache, QUESTIONS, QUESTIONS),
+    lambda: kvjax.decoding_nbytes(MODEL, cache, 0, decoding),
+    lambda: kvjax.reserve(cache, 1),
+    lambda: kvjax.stack([kept.cache, cache]),
+    lambda: kvjax.group_caches([cache]),
+    lambda: kvjax.unstack(cache, 2),
+    lambda: kvjax.save_cache(
+      cache, tmp_path / "cache", model=MODEL, model_id="tiny"
+    ),
+  ):
+    with pytest.raises(InputError, match="keep=True has taken over its arrays"):
+      use()
+  assert not (tmp_path / "cache").exists()
+  kvjax.generate(MODEL, PARAMS, kept.cache, QUESTIONS, decoding)
+
+
 def test_a_cache_on_the_host_decodes_and_joins(tmp_path):
   cache = prefilled(kvjax.get_plan("keydiff", kvjax.Tokens(9)))
   host = jax.device_get(cache)
