@@ -19,7 +19,7 @@ from kvjax.cache.cache import Cache
 from kvjax.checkpoint.trees import Arrays, describe, empty_arrays, restore
 from kvjax.engine.capacity import check_cache, check_caches
 from kvjax.errors import InputError
-from kvjax.model import Model
+from kvjax.model import Model, check_model
 
 LAYOUT = 3
 DESCRIPTION = "cache.json"
@@ -205,6 +205,7 @@ def load_cache(directory: Path, *, model: Model, model_id: str) -> Cache:
     >>> loaded.next_positions.tolist()
     [4, 2]
   """
+  check_model(model)
   files.check_local(directory)
   directory = pathlib.Path(directory).absolute()
   saved = _read_description(directory)

@@ -16,7 +16,13 @@ from kvjax.engine.preparing import max_span, prepare_repeated
 from kvjax.errors import InputError
 from kvjax.hosts import read
 from kvjax.kernels.quantized import Quantized
-from kvjax.model import Model, Vocabulary, check_context, check_tokens
+from kvjax.model import (
+  Model,
+  Vocabulary,
+  check_context,
+  check_model,
+  check_tokens,
+)
 from kvjax.prompts import Prompts, bucket, check_unprotected
 
 _TOGETHER = "The context, with question and answer,"
@@ -125,8 +131,9 @@ def check_cache(model: Model, cache: Cache) -> None:
 
   Raises:
     InputError: it has another number of layers, heads of other numbers or
-      sizes, or other windows.
+      sizes, or other windows, or the model is none.
   """
+  check_model(model)
   layers = model.geometry.layers
   if len(cache.order) != len(layers):
     raise InputError(
