@@ -110,7 +110,7 @@ def buckets(
   """
   dim = keys.shape[1]
   direction_key, phase_key = jax.random.split(rng)
-  directions = jax.random.normal(direction_key, (bits, dim))
+  directions = jax.random.normal(direction_key, (bits, dim), jnp.float32)
   # Directions from N(0, 1 / sigma^2) are these divided by sigma, as below. The
   # factor sqrt(2 / r) of the features is left out: only signs count.
   projected = keys @ directions.T
@@ -120,7 +120,9 @@ def buckets(
       "sqrt_d": lambda: jnp.float32(dim**0.5),
       "one": lambda: jnp.float32(1.0),
     }[sigma]()
-    phases = jax.random.uniform(phase_key, (1, bits), maxval=2 * jnp.pi)
+    phases = jax.random.uniform(
+      phase_key, (1, bits), jnp.float32, maxval=2 * jnp.pi
+    )
     projected = jnp.cos(projected / width + phases)
     ones = projected >= 0
   else:
@@ -271,7 +273,7 @@ def kmeans(
     distances = jnp.maximum(2.0 - 2.0 * (units @ center), 0.0)
     return jnp.minimum(farthest, distances), center
 
-  start = units[pick(first_key, jnp.ones(len(keys)))]
+  start = units[pick(first_key, jnp.ones(len(keys), jnp.float32))]
   distances = jnp.maximum(2.0 - 2.0 * (units @ start), 0.0)
   _, rest = jax.lax.scan(seed, distances, jax.random.split(rest_key, count - 1))
   centers = jnp.concatenate([start[None], rest])

@@ -260,6 +260,19 @@ class Model(Protocol):
     ...
 
 
+def check_model(model: Any) -> None:
+  """Refuses what is no model, for callers without a static type checker.
+
+  Raises:
+    InputError: it is none.
+  """
+  if not isinstance(model, Model):
+    raise InputError(
+      "The model is a kvjax.Model, such as lm.model, and lm.params are its "
+      f"weights, where lm = kvjax.load(...); a {type(model).__name__} is none."
+    )
+
+
 def check_context(
   model: Model, lengths: Int[np.ndarray, " B"], what: str = "The prompt"
 ) -> None:

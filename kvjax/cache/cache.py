@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Int
 from kvjax.cache.base import Layer
 from kvjax.cache.sharding import shard_stack
 from kvjax.errors import InputError
+from kvjax.hosts import is_traced
 from kvjax.model import ranks
 from kvjax.placement import nbytes_by_memory
 from kvjax.struct import static, struct, tree_bytes
@@ -122,6 +123,24 @@ class Cache:
       )
     places = zip(self.order, ranks(self.order), strict=True)
     return jnp.stack([counts[s][i] for s, i in places if s >= 0])
+
+
+def check_not_donated(cache: Cache) -> None:
+  """Refuses a cache whose arrays are gone.
+
+  Raises:
+    InputError: a turn that stays in the cache has taken over its arrays.
+  """
+  gone = any(
+    isinstance(leaf, jax.Array) and not is_traced(leaf) and leaf.is_deleted()
+    for leaf in jax.tree.leaves(cache)
+  )
+  if gone:
+    raise InputError(
+      "This cache is gone: a turn with keep=True has taken over its arrays; "
+      "continue with the cache that this turn returned, or keep a copy before "
+      "it, as jax.tree.map(jnp.copy, cache) makes one."
+    )
 
 
 # Compiled, since operations one by one would each be a program.

@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from kvjax.cache.base import Layer
-from kvjax.cache.cache import Cache
+from kvjax.cache.cache import Cache, check_not_donated
 from kvjax.cache.sharding import shard_stack
 from kvjax.errors import InputError
 from kvjax.options.bounds import check_count
@@ -96,13 +96,15 @@ def group_caches(
 
 
 def _check_sequence(caches: Any) -> None:
-  """Refuses what is no sequence of caches, as type checkers do."""
+  """Refuses what is no sequence of caches, or has a donated one."""
   listed = isinstance(caches, Sequence)
   if not listed or not all(isinstance(cache, Cache) for cache in caches):
     raise InputError(
       "Caches are given as a list of kvjax.Cache, as in [cache, other], not as "
       f"{reprlib.repr(caches)}."
     )
+  for cache in caches:
+    check_not_donated(cache)
 
 
 def _grown(cache: Cache, other: Cache) -> Cache:
@@ -336,6 +338,7 @@ def unstack(cache: Cache, count: int) -> tuple[Cache, ...]:
     >>> [one.next_positions.tolist() for one in kvjax.unstack(cache, 2)]
     [[4], [2]]
   """
+  _check_sequence([cache])
   rows = cache.next_positions.shape[0]
   check_count("The number of caches", count)
   if rows % count:

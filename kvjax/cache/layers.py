@@ -259,7 +259,8 @@ class LayerCache(Slots):
     received = self.received
     if received is not None:
       batch, length = activations.positions.shape
-      none = jnp.zeros((batch, self.positions.shape[-2], length))
+      shape = (batch, self.positions.shape[-2], length)
+      none = jnp.zeros(shape, received.dtype)
       received = self._write(received, none, index)
     return replace(super().append(activations, index), received=received)
 

@@ -17,9 +17,9 @@ import jax
 from kvjax import files, hosts
 from kvjax.cache.cache import Cache
 from kvjax.checkpoint.trees import Arrays, describe, empty_arrays, restore
-from kvjax.engine.capacity import check_cache
+from kvjax.engine.capacity import check_cache, check_caches
 from kvjax.errors import InputError
-from kvjax.model import Model
+from kvjax.model import Model, check_model
 
 LAYOUT = 3
 DESCRIPTION = "cache.json"
@@ -69,7 +69,8 @@ def save_cache(
 
   Raises:
     InputError: the directory contains something else or cannot be written, the
-      cache does not fit the model, or it is on one of several hosts alone.
+      cache does not fit the model or has been donated, or it is on one of
+      several hosts alone.
 
   Examples:
     >>> import tempfile
@@ -89,6 +90,7 @@ def save_cache(
   """
   files.check_local(directory)
   directory = pathlib.Path(directory).absolute()
+  check_caches([cache])
   check_cache(model, cache)
   if jax.process_count() > 1 and not hosts.spread(cache):
     raise InputError(
@@ -203,6 +205,7 @@ def load_cache(directory: Path, *, model: Model, model_id: str) -> Cache:
     >>> loaded.next_positions.tolist()
     [4, 2]
   """
+  check_model(model)
   files.check_local(directory)
   directory = pathlib.Path(directory).absolute()
   saved = _read_description(directory)

@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax.cache.base import Layer
-from kvjax.cache.cache import Cache
+from kvjax.cache.cache import Cache, check_not_donated
 from kvjax.cache.window import WindowLayer
 from kvjax.engine.decode import Decoding, check_decoding
 from kvjax.engine.prepared import PreparedPlan
@@ -16,7 +16,13 @@ from kvjax.engine.preparing import max_span, prepare_repeated
 from kvjax.errors import InputError
 from kvjax.hosts import read
 from kvjax.kernels.quantized import Quantized
-from kvjax.model import Model, Vocabulary, check_context, check_tokens
+from kvjax.model import (
+  Model,
+  Vocabulary,
+  check_context,
+  check_model,
+  check_tokens,
+)
 from kvjax.prompts import Prompts, bucket, check_unprotected
 
 _TOGETHER = "The context, with question and answer,"
@@ -109,13 +115,15 @@ def _check_lengths(
 
 
 def check_caches(caches: Any) -> None:
-  """Refuses what is no cache or sequence of caches, as type checkers do."""
+  """Refuses what is no cache or sequence of caches, or has been donated."""
   many = caches if isinstance(caches, Sequence) else [caches]
   if not all(isinstance(cache, Cache) for cache in many):
     raise InputError(
       "What follows a context follows its kvjax.Cache; take it out of the pair "
       "that kvjax.prefill returns, as in `cache, logits = kvjax.prefill(...)`."
     )
+  for cache in many:
+    check_not_donated(cache)
 
 
 def check_cache(model: Model, cache: Cache) -> None:
@@ -123,8 +131,9 @@ def check_cache(model: Model, cache: Cache) -> None:
 
   Raises:
     InputError: it has another number of layers, heads of other numbers or
-      sizes, or other windows.
+      sizes, or other windows, or the model is none.
   """
+  check_model(model)
   layers = model.geometry.layers
   if len(cache.order) != len(layers):
     raise InputError(

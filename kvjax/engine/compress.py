@@ -170,7 +170,7 @@ def shape_of_scores(
     evaluation.method, evaluated.scores, cache
   )
   if scores is None:
-    return jnp.full((3, cache.positions.shape[0]), jnp.nan)
+    return jnp.full((3, cache.positions.shape[0]), jnp.nan, jnp.float32)
   return score_shape(scores.astype(jnp.float32), cache.valid)
 
 

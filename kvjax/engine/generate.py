@@ -58,7 +58,8 @@ def reserve(cache: Cache, tokens: int) -> Cache:
   given. Its answer takes `max_new_tokens` more.
 
   Raises:
-    InputError: `tokens` is no whole number of 0 or more.
+    InputError: `tokens` is no whole number of 0 or more, or the cache has been
+      donated.
 
   Examples:
     >>> import kvjax
@@ -73,6 +74,7 @@ def reserve(cache: Cache, tokens: int) -> Cache:
     >>> kvjax.reserve(cache, 8).layer(0).capacity
     11
   """
+  check_caches([cache])
   check_count("The number of tokens to reserve", tokens, 0)
   larger = cache.grow(wider_capacities(cache, operator.index(tokens)))
   existing = {id(leaf) for leaf in jax.tree.leaves(cache)}
@@ -103,6 +105,7 @@ def decoding_nbytes(
     >>> cache.nbytes < kvjax.decoding_nbytes(model, cache, 0, decoding)
     True
   """
+  check_caches([cache])
   lengths = read(cache.next_positions)
   prepared = prepare_decoding(model, cache, lengths, width, decoding)
   grown = jax.eval_shape(
@@ -205,9 +208,9 @@ def generate(
   Raises:
     InputError: an argument has a wrong type, rows, prompts and seeds differ in
       number, a seed does not fit 32 bits, the model does not embed a token, the
-      cache is of another model, context, prompt and answer together are longer
-      than the model's context, the cache has too little room, or cache or
-      prompts are arguments of `jax.jit`.
+      cache is of another model or has been donated, context, prompt and answer
+      together are longer than the model's context, the cache has too little
+      room, or cache or prompts are arguments of `jax.jit`.
 
   Examples:
     >>> import kvjax

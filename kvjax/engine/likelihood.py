@@ -12,7 +12,7 @@ from kvjax.engine.feed import append_block
 from kvjax.engine.forward import prompt_hidden
 from kvjax.errors import InputError
 from kvjax.hosts import is_traced, read
-from kvjax.model import Model, check_context, check_tokens
+from kvjax.model import Model, check_context, check_model, check_tokens
 from kvjax.prompts import Prompts, check_batch, check_unprotected
 
 # Maximum number of positions, over all rows, whose logits exist at a time.
@@ -39,6 +39,7 @@ def negative_log_likelihood(
     >>> kvjax.negative_log_likelihood(model, params, prompts).shape
     (2,)
   """
+  check_model(model)
   check_batch(prompts)
   lengths = prompts.known_lengths
   check_context(model, lengths)

@@ -43,7 +43,8 @@ class Plan:
     sparse: retrieval among the kept tokens; None attends to all of them.
     kv_dtype: "int8" or "fp8" stores kept and appended tokens in eight bits,
       with a scale per token and head; None does not quantize. The method
-      selects before quantization, so its selection does not change.
+      selects before quantization, so its selection does not change. Layers with
+      a window are never quantized.
     allocation: how the budget is spread over layers and heads; None for the
       method's default, which for most methods is uniform.
     decoding: plan of the evictions while decoding, if their method or budget is

@@ -22,7 +22,7 @@ from kvjax.engine.plans import Plan
 from kvjax.engine.preparing import max_span
 from kvjax.engine.sweeping import Measured, Requested, sweep_prompts
 from kvjax.errors import InputError
-from kvjax.model import Model, check_context, check_tokens
+from kvjax.model import Model, check_context, check_model, check_tokens
 from kvjax.prompts import Prompts, check_batch
 
 
@@ -66,6 +66,7 @@ def prefill(
     >>> cache.lengths[0].tolist()  # of the first layer, per row and KV head
     [[3, 3], [2, 2]]
   """
+  check_model(model)
   if not isinstance(plan, Plan):
     raise InputError(
       "A prefill takes a plan, as kvjax.get_plan makes it of a name; "
@@ -166,6 +167,7 @@ def _check_sweep(
   model: Model, prompts: Prompts, plans: Iterable[Plan]
 ) -> tuple[Plan, ...]:
   """Checks the arguments of `sweep`; returns the plans."""
+  check_model(model)
   plans = _check_plans(plans)
   check_batch(prompts)
   check_mesh(jax.sharding.get_abstract_mesh())

@@ -152,7 +152,7 @@ def head(
   logits = model.logits(params, model.normalize(params, last)[:, 0])
   if not measured:
     # No NaN, which `jax_debug_nans` would take for an error.
-    return logits, jnp.zeros((2, *lengths.shape))
+    return logits, jnp.zeros((2, *lengths.shape), jnp.float32)
   hidden = model.normalize(params, hidden)
   nll = prompt_and_tail_nll(model, params, hidden, tokens, lengths, TAIL)
   return logits, nll

@@ -90,7 +90,7 @@ def _replay_alike(
       request=request,
       sizes=(width, replays[0].overlap if number else None),
     )
-    _check_length(model, prompts, replayed.shape[1])
+    _check_lengths(model, prompts, number * replays[0].chunk, width, replayed)
     hidden, shared = prompt_programs.embed(model, params, replayed, positions)
     one = Pass(
       model,
@@ -126,10 +126,31 @@ def _widths(padded: int, chunk: int) -> list[int]:
   return [chunk] * whole + ([min(bucket(rest), chunk)] if rest else [])
 
 
-def _check_length(model: Model, prompts: Prompts, width: int) -> None:
-  """Refuses prompts whose replay has no positions left."""
-  what = f"The prompt, with {width} tokens to replay a chunk of it,"
-  check_context(model, prompts.known_lengths + width, what)
+def _check_lengths(
+  model: Model,
+  prompts: Prompts,
+  offset: int,
+  width: int,
+  replayed: Int[Array, "B R"],
+) -> None:
+  """Refuses prompts whose replay of a chunk has no positions left.
+
+  Padding takes none, whether of the prompt or of the chunk.
+
+  Args:
+    model: the model.
+    prompts: the prompts.
+    offset: tokens before the chunk, without the chat template.
+    width: slots of the chunk.
+    replayed: tokens of the replay, which ends with these slots.
+  """
+  lengths = prompts.known_lengths
+  tokens = replayed.shape[1] - width + np.minimum(lengths - offset, width)
+  # Rows that have ended before the chunk replay nothing.
+  totals = lengths + np.where(lengths > offset, tokens, 0)
+  longest = tokens[np.argmax(totals)]
+  what = f"The prompt, with {longest} tokens to replay a chunk of it,"
+  check_context(model, totals, what)
 
 
 @functools.partial(jax.jit, static_argnames=("request", "sizes"))

@@ -96,7 +96,7 @@ class Cur(HeadwiseMethod):
 
 def draw_sketch(seed: int, dim: int, width: int) -> Float[Array, "D R"]:
   """Draws a projection to `width` dimensions that keeps norms on average."""
-  normals = jax.random.normal(jax.random.key(seed), (dim, width))
+  normals = jax.random.normal(jax.random.key(seed), (dim, width), jnp.float32)
   return normals * width**-0.5
 
 

@@ -142,7 +142,7 @@ class ExpectedAttention(ScoringMethod):
     assert rerotate is not None
     ahead = jnp.arange(self.future, dtype=jnp.int32)[None, :, None]
     shape = (1, self.future, dim)
-    units = jnp.broadcast_to(jnp.eye(dim), (*shape, dim))
+    units = jnp.broadcast_to(jnp.eye(dim, dtype=jnp.float32), (*shape, dim))
     mean = jnp.mean(rerotate(units, jnp.broadcast_to(ahead, shape)), axis=1)
     # Rotations by n and by j make one by n + j, so that all rows share the
     # mean over j, and a float32 angle is precise.

@@ -31,7 +31,7 @@ def draw_factors(
 
 def gaussian_sketch(key: Array, dim: int, width: int) -> Float[Array, "D k"]:
   """Draws independent normals of variance 1 / width."""
-  return jax.random.normal(key, (dim, width)) * width**-0.5
+  return jax.random.normal(key, (dim, width), jnp.float32) * width**-0.5
 
 
 def hadamard_sketch(key: Array, dim: int, width: int) -> Float[Array, "D k"]:
@@ -42,10 +42,12 @@ def hadamard_sketch(key: Array, dim: int, width: int) -> Float[Array, "D k"]:
   """
   size = 1 << (dim - 1).bit_length()
   sign_key, column_key = jax.random.split(key)
-  signs = jax.random.rademacher(sign_key, (dim,), dtype=jnp.float32)
+  # Not `rademacher`, which draws wider numbers, and so others, in 64-bit mode.
+  positive = jax.random.bernoulli(sign_key, jnp.float32(0.5), (dim,))
+  signs = jnp.where(positive, 1.0, -1.0).astype(jnp.float32)
   columns = jax.random.choice(
     column_key, size, (min(width, size),), replace=False
-  )
+  ).astype(jnp.int32)
   rows = jnp.arange(dim, dtype=jnp.int32)[:, None]
   # Entry (i, j) of the Walsh-Hadamard matrix is -1 to the bits i and j share.
   shared = jax.lax.population_count(rows & columns[None]) % 2
@@ -183,7 +185,9 @@ def _cholesky_whitener(
   gram: Float[Array, "*B k k"],
 ) -> tuple[Float[Array, "*B k k"], Float[Array, "*B"]]:
   """Whiteners by kvpress's jitter, and the relative rounding of leverages."""
-  factors, _ = _cholesky(gram, jnp.full(gram.shape[:-2], _CHOL_JITTER))
+  factors, _ = _cholesky(
+    gram, jnp.full(gram.shape[:-2], _CHOL_JITTER, gram.dtype)
+  )
   values = jnp.linalg.eigvalsh(gram)
   largest = jnp.max(values, axis=-1, keepdims=True)
   real = values > gram.shape[-1] * _EPS * largest
@@ -200,7 +204,7 @@ def _invert(factors: Float[Array, "*B k k"]) -> Float[Array, "*B k k"]:
 
 
 def _eye(like: Float[Array, "*B k k"]) -> Float[Array, "*B k k"]:
-  return jnp.broadcast_to(jnp.eye(like.shape[-1]), like.shape)
+  return jnp.broadcast_to(jnp.eye(like.shape[-1], dtype=like.dtype), like.shape)
 
 
 def _cholesky(

@@ -218,7 +218,7 @@ class ProtoKV(Method):
     if self.clusters == "none":
       # One cluster of the whole prefix: its cut then ranks single tokens.
       alone = jnp.zeros_like(head.positions)
-      return rank_clusters(alone, jnp.zeros(1), prefix, dev)
+      return rank_clusters(alone, jnp.zeros(1, jnp.float32), prefix, dev)
     centers, exists = self._centers(keys, prefix, dev, rng)
     cluster = proto.nearest(keys, centers, exists)
     if self.score == "attn_center":
@@ -249,7 +249,7 @@ class ProtoKV(Method):
     # bandwidth of its features from these keys.
     most = min(max(self.anchors, 1), len(keys))
     masked = jnp.where(prefix, dev, -jnp.inf)
-    slots = largest(masked, jnp.asarray(most), most)
+    slots = largest(masked, jnp.asarray(most, jnp.int32), most)
     hashed = proto.buckets(
       keys, slots, slots >= 0, rng, self.bits, self.hash, self.sigma
     )

@@ -52,7 +52,7 @@ class Random(ScoringMethod):
       head: Array, position: Int[Array, ""], hashed: UInt[Array, ""]
     ) -> Float[Array, ""]:
       token = jax.random.fold_in(jax.random.fold_in(head, position), hashed)
-      return jax.random.uniform(token)
+      return jax.random.uniform(token, (), jnp.float32)
 
     per_head = jax.vmap(score, in_axes=(None, 0, 0))
     return jax.vmap(jax.vmap(per_head), in_axes=(None, 0, 0))(

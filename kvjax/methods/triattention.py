@@ -100,7 +100,8 @@ class TriAttention(Method):
     center, lengths = self._queries(layer, activations)
     batch, heads = len(keys), center.shape[1]
     center = jnp.broadcast_to(center, (batch, *center.shape[1:]))
-    scores = jnp.zeros((batch, kv_heads, heads // kv_heads, keys.shape[2]))
+    shape = (batch, kv_heads, heads // kv_heads, keys.shape[2])
+    scores = jnp.zeros(shape, jnp.float32)
     if self.center:
       scores += self._logits(cache, keys, center, rerotate)
     if self.spread:
@@ -205,7 +206,7 @@ def pair_lengths(
 
 def _pairs(rerotate: Rerotate, dim: int) -> Float[Array, "D D"]:
   """1 where two channels are rotated into each other, and for each itself."""
-  units = jnp.eye(dim)[None, None]
+  units = jnp.eye(dim, dtype=jnp.float32)[None, None]
   turned = rerotate(units, jnp.ones((1, 1, dim), jnp.int32))[0, 0]
   return (turned != 0).astype(jnp.float32)
 

@@ -299,7 +299,9 @@ class CTkvr(Retrieval):
       key = prompt.key(self.seed)
       # A draw by the number of each token, which padding does not change.
       keys = jax.vmap(jax.random.fold_in, (None, 0))(key, number)
-      draws = jax.vmap(jax.random.uniform)(keys)
+      draws = jax.vmap(lambda one: jax.random.uniform(one, (), jnp.float32))(
+        keys
+      )
       lowest = jnp.where(number < tokens, -draws, -jnp.inf)
       chosen = largest(lowest, size, length)
     return jnp.clip(chosen, 0, length - 1)
@@ -341,7 +343,7 @@ class CTkvr(Retrieval):
     real = jnp.arange(near.shape[0], dtype=jnp.int32) < index.size
     probes = self._num_probed(index)
     near = jnp.where(real, near, -jnp.inf)
-    lists = largest(near, jnp.asarray(probes), probes)
+    lists = largest(near, jnp.asarray(probes, jnp.int32), probes)
     return jnp.where(lists[:, None] >= 0, index.slots[lists], -1).reshape(-1)
 
 

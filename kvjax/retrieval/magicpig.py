@@ -88,7 +88,7 @@ class MagicPIG(Retrieval):
     count = jnp.sum(prompt.stored.astype(jnp.float32))
     mean = jnp.sum(keys, axis=0) / jnp.maximum(count, 1.0)
     shape = (self.tables, keys.shape[1], self.bits)
-    planes = jax.random.normal(prompt.key(self.seed), shape)
+    planes = jax.random.normal(prompt.key(self.seed), shape, jnp.float32)
     # One table at a time: the projections of all tables would be too large.
     centered = keys - mean[None]
     codes = jax.lax.map(lambda table: self._codes(centered, table), planes)

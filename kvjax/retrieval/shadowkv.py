@@ -70,7 +70,7 @@ class ShadowKV(Paged):
     dissimilarity = jnp.where(filled, -least, -jnp.inf)
     return Landmarks(
       means.astype(prompt.head.cached_keys.dtype),
-      among_largest(dissimilarity, jnp.asarray(self.outliers)),
+      among_largest(dissimilarity, jnp.asarray(self.outliers, jnp.int32)),
     )
 
   def retrieve(

@@ -239,6 +239,24 @@ def test_a_replay_must_fit_the_context():
     kvjax.prefill(model, model.init(), prompts_of(), PLANS[0])
 
 
+@pytest.mark.parametrize("padded", [30, 48])
+def test_padding_takes_no_position_of_a_replay(padded):
+  """30 tokens are read twice, which fits 60 positions; 31 do not."""
+  model = TinyModel(kvjax.Geometry((SPEC,), 60))
+  plan = kvjax.get_plan("kvzip:chunk=64", kvjax.Retention(0.5))
+  rows = [[*range(30)], [*range(4)]]
+  prompts = kvjax.Prompts.of(rows, padded=padded)
+  with pytest.warns(kvjax.InputWarning, match="do not say how"):
+    cache, _ = kvjax.prefill(model, model.init(), prompts, plan)
+  assert sum(map(len, kept_positions(cache, 0)[0])) == 2 * 15
+  prompts = kvjax.Prompts.of([[*range(31)]], padded=padded)
+  with (
+    pytest.warns(kvjax.InputWarning),
+    pytest.raises(InputError, match=r"with 31 tokens to replay .* has 62 "),
+  ):
+    kvjax.prefill(model, model.init(), prompts, plan)
+
+
 def test_nothing_retrieves_among_what_is_replayed():
   plan = kvjax.get_plan("quest", kvjax.Tokens(9))
   method = kvjax.get_method("kvzip:level=head")
