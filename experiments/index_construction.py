@@ -27,7 +27,6 @@ cores.
 import functools
 import os
 import statistics
-import time
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -42,7 +41,7 @@ from kvjax.experiments.report import formats, wording
 from kvjax.experiments.run import environment, outputs
 from kvjax.experiments.run.progress_bar import progress_bar
 from kvjax.experiments.run.sentences import say
-from kvjax.experiments.timing import index_builders
+from kvjax.experiments.timing import index_builders, stopwatch
 from kvjax.experiments.timing.index_builders import (
   KEY_CENTERS,
   QCIVF,
@@ -121,26 +120,27 @@ def measure(
     For each builder its name, the seconds of every build, their median, its
     ratio to the baseline, and the recall.
   """
-  seconds: dict[str, list[float]] = {builder.name: [] for builder in builders}
-  built = {}
-  for _ in range(repeats):
-    for builder in builders:
-      began = time.perf_counter()
-      built[builder.name] = builder.build()
-      seconds[builder.name].append(time.perf_counter() - began)
-      on_built()
-  medians = {name: statistics.median(times) for name, times in seconds.items()}
+  built: dict[str, Any] = {}
+
+  def build(builder: index_builders.Builder) -> float:
+    built[builder.name], seconds = stopwatch.timed(builder.build)
+    on_built()
+    return seconds
+
+  times_of = stopwatch.in_turns(
+    [functools.partial(build, builder) for builder in builders], range(repeats)
+  )
   return [
     {
       "index": builder.name,
-      "seconds": seconds[builder.name],
-      "median": medians[builder.name],
-      "ratio": medians[builder.name] / medians[builders[0].name],
+      "seconds": times,
+      "median": statistics.median(times),
+      "ratio": statistics.median(times) / statistics.median(times_of[0]),
       "recall": float(
         index_builders.recall(workload, builder.candidates(built[builder.name]))
       ),
     }
-    for builder in builders
+    for builder, times in zip(builders, times_of, strict=True)
   ]
 
 

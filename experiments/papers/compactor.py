@@ -147,8 +147,6 @@ _E3_4 = Comparison(
 
 
 # The programs of E3.5 to E3.7: calibrated retention.
-
-
 def _same(*names: str) -> Mapping[str, str]:
   """Passes flags on under their own names."""
   return {name: name for name in names}

@@ -11,6 +11,7 @@ from kvjax.experiments.run.candidates import candidates
 from kvjax.experiments.run.prompting import QUERY_AWARE
 from kvjax.experiments.run.results import Part, Settings
 from kvjax.experiments.tasks.sample import Sample
+from kvjax.experiments.timing import stopwatch
 
 SETTINGS = Settings("tiny", "abc", "float32", 0)
 CHOSEN = candidates(["full", "keydiff"], [kvjax.Retention(0.5)])
@@ -75,7 +76,7 @@ def seconds(monkeypatch):
 
   monkeypatch.setattr(prefilling, "prefill_all", prefill)
   monkeypatch.setattr(kvjax, "generate", answer)
-  monkeypatch.setattr(speed, "_now", lambda: now[0])
+  monkeypatch.setattr(stopwatch.time, "perf_counter", lambda: now[0])
   return seen
 
 

@@ -1,6 +1,7 @@
 """What is hidden in prose at every length and depth, as benchmarks."""
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, override
 
 from kvjax.experiments.benchmarks import grids
@@ -10,9 +11,45 @@ from kvjax.experiments.benchmarks.base import (
   Presentation,
   Request,
 )
-from kvjax.experiments.benchmarks.needle.layout import NeedleLayout
+from kvjax.experiments.benchmarks.kvpress_layout import KvpressLayout
 from kvjax.experiments.benchmarks.options import CHAT, DEPTHS, Option
+from kvjax.experiments.run.results import Answer
 from kvjax.models.pretrained import Pretrained
+
+
+@dataclasses.dataclass(frozen=True)
+class NeedleLayout(KvpressLayout):
+  """A folder per length and depth, with the scores of each answer."""
+
+  apart: Sequence[str] = ("length", "depth")
+  truncates: bool = True
+
+  @override
+  def data_dir(self, row: Mapping[str, Any]) -> None:
+    del row
+
+  @override
+  def needle_depth(self, row: Mapping[str, Any]) -> int:
+    return round(100 * row["depth"])
+
+  @override
+  def columns(self, answer: Answer) -> dict[str, object]:
+    needle = answer.scored_by.get("needle", "")
+    return {**super().columns(answer), "needle": needle}
+
+  @override
+  def metrics(
+    self, scores: Mapping[str, float], answers: Sequence[Answer]
+  ) -> object:
+    return [_metrics(answer) for answer in answers]
+
+
+def _metrics(answer: Answer) -> dict[str, object]:
+  shares = {name: score / 100 for name, score in answer.scores.items()}
+  rouge = (
+    {"rouge-1": {"f": shares.pop("rouge_1")}} if "rouge_1" in shares else {}
+  )
+  return {**rouge, **shares}
 
 
 class _Grid(Benchmark):

@@ -287,14 +287,6 @@ def test_a_batch_has_at_least_a_row():
   ]
 
 
-def test_a_median_leaves_out_the_call_that_compiles(monkeypatch):
-  clock = itertools.chain.from_iterable([(0, 1), (0, 9), (0, 2)])
-  monkeypatch.setattr(timing.time, "perf_counter", lambda: next(clock))
-  calls = []
-  assert timing.median_seconds(lambda: calls.append(1), rounds=3) == 2
-  assert len(calls) == 4
-
-
 def test_timings_name_all_that_they_time(subject, monkeypatch):
   """What takes how long is the device's business; here all is only traced."""
   timed = []
