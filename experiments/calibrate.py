@@ -77,8 +77,8 @@ from kvjax.experiments.run.candidates import (
   parse_budgets,
 )
 from kvjax.experiments.run.comparison import Work, check_hosts, pending, wanted
-from kvjax.experiments.run.elapsed import Elapsed
 from kvjax.experiments.run.line_files import check_writable
+from kvjax.experiments.run.processes import Processes
 from kvjax.experiments.run.progress_bar import progress_bar
 from kvjax.experiments.run.sentences import say
 
@@ -171,8 +171,8 @@ def main() -> None:
   settings = _settings(choice.data)
   with run_inputs.loaded() as (lm, devices):
     run_inputs.check_lengths(lm, lengths)
-    elapsed = Elapsed(folder, environment.device(devices), began)
-    run = _Run(lm, choice.tasks, lengths, texts, settings, folder, elapsed)
+    processes = Processes(folder, environment.device(devices), began)
+    run = _Run(lm, choice.tasks, lengths, texts, settings, folder, processes)
     steps = run.steps()
     measuring.check(lm, chosen, steps[_TRIPLES])
     works = run.pending(chosen, steps)
@@ -187,6 +187,7 @@ def main() -> None:
     fitted = run.fit(chosen, steps)
   if not multihost.is_first():
     return
+  total = processes.summary()
   summary = dataclasses.asdict(settings) | {
     "length": lengths,
     "rule": _RULE.value,
@@ -194,7 +195,8 @@ def main() -> None:
     "others": _others(),
     "held_out": _HELD_OUT.value,
     "tau": _TAU.value,
-    **elapsed.summary(),
+    **total,
+    "seconds": total["seconds"]["total"],
     "trials": _trials(folder / writing.RECORDS),
     "rows": [method.row(_TAU.value) for method in fitted],
   }
@@ -210,7 +212,7 @@ class _Run(NamedTuple):
   texts: generator.Texts
   settings: results.Settings
   folder: pathlib.Path
-  elapsed: Elapsed
+  processes: Processes
 
   def steps(self) -> dict[str, results.Samples]:
     """Draws the samples of each task for each file, with seeds of their own."""
@@ -274,7 +276,7 @@ class _Run(NamedTuple):
 
       def on_measured(task: str, count: int) -> None:
         advance(task, count)
-        self.elapsed.note()
+        self.processes.note()
 
       return measuring.measure(
         self.lm, chosen, samples, store, run_inputs.batch(), on_measured

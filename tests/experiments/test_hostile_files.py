@@ -66,7 +66,7 @@ def test_records_that_are_something_else(tmp_path, kind):
   refused(lambda: claim(run, {"a": 1}), sentence)
   refused(lambda: trainer._read_claim(run), sentence)
   replace(tmp_path / "processes.json", kind)
-  refused(lambda: Processes(tmp_path), sentence)
+  refused(lambda: Processes(tmp_path, "CPU", 0.0), sentence)
   path = replace(tmp_path / "c.json", kind)
   said = sentence if kind in UNDECODED else "is no JSON|is no calibration"
   refused(lambda: kvjax.Calibration.load(path, model_id="tiny"), said)
@@ -191,7 +191,7 @@ def test_processes_of_wrong_values(tmp_path, number):
     if content in ({"processes": []},) or value == "x":
       continue
     path.write_text(json.dumps(content))
-    refused(lambda: Processes(tmp_path), "is not what a run writes")
+    refused(lambda: Processes(tmp_path, "CPU", 0.0), "is not what a run writes")
 
 
 @pytest.fixture
