@@ -173,9 +173,10 @@ def main() -> None:
     run_inputs.check_lengths(lm, lengths)
     processes = Processes(folder, environment.device(devices), began)
     run = _Run(lm, choice.tasks, lengths, texts, settings, folder, processes)
-    steps = run.steps()
-    measuring.check(lm, chosen, steps[_TRIPLES])
-    works = run.pending(chosen, steps)
+    drawn = run.draw()
+    measuring.check(lm, chosen, drawn[_TRIPLES])
+    steps = {file: run.step(file, chosen, drawn[file]) for file in drawn}
+    works = [step.work for step in steps.values()]
     dry_run.announce(lm, works)
     if dry_run_inputs.DRY_RUN.value:
       with progress_bar(None, transient=True):
@@ -184,7 +185,7 @@ def main() -> None:
       return
     if note := _too_few(len(choice.tasks) * len(lengths)):
       say(note)
-    fitted = run.fit(chosen, steps)
+    fitted = run.fit(chosen, steps, drawn[_HELD])
   if not multihost.is_first():
     return
   total = processes.summary()
@@ -203,6 +204,14 @@ def main() -> None:
   writing.write(folder, summary, fitted, console)
 
 
+class _Step(NamedTuple):
+  """The measurements of a file: all that are wanted, and those to take."""
+
+  store: Measurements
+  keys: Sequence[results.Key]
+  work: Work
+
+
 class _Run(NamedTuple):
   """The model, data and settings of a run."""
 
@@ -214,7 +223,7 @@ class _Run(NamedTuple):
   folder: pathlib.Path
   processes: Processes
 
-  def steps(self) -> dict[str, results.Samples]:
+  def draw(self) -> dict[str, results.Samples]:
     """Draws the samples of each task for each file, with seeds of their own."""
     counts = {
       _TRIPLES: _SAMPLES.value,
@@ -242,13 +251,13 @@ class _Run(NamedTuple):
     return f"RULER's {', '.join(self.tasks)} of {lengths} tokens; {texts}"
 
   def fit(
-    self, chosen: Sequence[Candidate], steps: Mapping[str, results.Samples]
+    self,
+    chosen: Sequence[Candidate],
+    steps: Mapping[str, _Step],
+    held_out: results.Samples,
   ) -> list[fits.Fitted]:
     """Measures all steps and fits a curve for each method."""
-    measured = {
-      file: self._measure(file, chosen, samples)
-      for file, samples in steps.items()
-    }
+    measured = {file: self._measure(step) for file, step in steps.items()}
     fitted = fits.fit(
       chosen,
       fits.Sets(measured[_TRIPLES], measured.get(_MORE, []), measured[_HELD]),
@@ -258,19 +267,32 @@ class _Run(NamedTuple):
     if _RULE.value == PAPER:
       # Its retentions are not among the measured ones.
       automatic = [method.automatic(_TAU.value) for method in fitted]
-      reached = self._measure(_REACHED, automatic, steps[_HELD])
+      reached = self._measure(self.step(_REACHED, automatic, held_out))
       fitted = fits.add_reached(fitted, reached)
     return fitted
 
-  def _measure(
+  def step(
     self, file: str, chosen: Sequence[Candidate], samples: results.Samples
-  ) -> list[Measurement]:
-    """Measures the samples of a file, with a progress bar."""
-    store = self._store(file, wanted(chosen, samples))
+  ) -> _Step:
+    """Opens a file, the same on all hosts, and finds what it lacks."""
+    settings = dataclasses.replace(
+      self.settings, seed=self.settings.seed + _SEEDS[file]
+    )
+    keys = wanted(chosen, samples)
+    check_hosts(settings, keys)
+    store = Measurements(
+      self.folder / file, settings, Measurement, "measurement"
+    )
     logging.info(
       "%s has %d measurements already", self.folder / file, len(store.records)
     )
-    new = len(set(wanted(chosen, samples)) - store.records.keys())
+    batch = run_inputs.batch()
+    work = pending(self.lm, chosen, samples, store, batch, apart=True)
+    return _Step(store, keys, work)
+
+  def _measure(self, step: _Step) -> list[Measurement]:
+    """Takes the measurements of a step, with a progress bar."""
+    new = len(step.work.missing)
     # One that is transient leaves nothing behind where there is nothing to do.
     with progress_bar(new, transient=not new) as advance:
 
@@ -278,35 +300,8 @@ class _Run(NamedTuple):
         advance(task, count)
         self.processes.note()
 
-      return measuring.measure(
-        self.lm, chosen, samples, store, run_inputs.batch(), on_measured
-      )
-
-  def pending(
-    self, chosen: Sequence[Candidate], steps: Mapping[str, results.Samples]
-  ) -> list[Work]:
-    """Finds what all steps but that of --rule=paper have left to do."""
-    return [
-      pending(
-        self.lm,
-        chosen,
-        samples,
-        self._store(file, wanted(chosen, samples)),
-        run_inputs.batch(),
-        apart=True,
-      )
-      for file, samples in steps.items()
-    ]
-
-  def _store(self, file: str, keys: Sequence[results.Key]) -> Measurements:
-    """Opens the measurements of a file, which must be the same on all hosts."""
-    settings = dataclasses.replace(
-      self.settings, seed=self.settings.seed + _SEEDS[file]
-    )
-    check_hosts(settings, keys)
-    return Measurements(
-      self.folder / file, settings, Measurement, "measurement"
-    )
+      measuring.measure(self.lm, step.work, step.store, on_measured)
+    return [step.store.records[key] for key in step.keys]
 
 
 def _others() -> int:
