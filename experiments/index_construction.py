@@ -107,8 +107,8 @@ def main() -> None:
     f"{_REPEATS.value}. Read the ratios, not the times: CTkvr's paper builds "
     "on a GPU, in 0.21 to 0.43 ms from 4K to 128K tokens. Random keys around "
     f"{KEY_CENTERS} centers and queries around {QUERY_CENTERS}, spread "
-    f"{SPREAD} of that of the centers, seed {run_inputs.SEED.value}. qcIVF and K-means "
-    f"of kvjax on {summary['device']}; the others by faiss on the CPU, "
+    f"{SPREAD} of that of the centers, seed {run_inputs.SEED.value}. qcIVF and "
+    f"K-means of kvjax on {summary['device']}; the others by faiss on the CPU, "
     f"{summary['faiss_threads']} threads of {summary['cores']} cores",
     peers=faiss_version,
   )
