@@ -68,7 +68,7 @@ from kvjax.experiments.inputs import (
 )
 from kvjax.experiments.inputs.passed_on import passed_on
 from kvjax.experiments.report import wording
-from kvjax.experiments.run import environment, multihost, results
+from kvjax.experiments.run import environment, multihost, outputs, results
 from kvjax.experiments.run.candidates import (
   DEFAULT,
   FULL,
@@ -77,7 +77,6 @@ from kvjax.experiments.run.candidates import (
   parse_budgets,
 )
 from kvjax.experiments.run.comparison import Work, check_hosts, pending, wanted
-from kvjax.experiments.run.line_files import check_writable
 from kvjax.experiments.run.processes import Processes
 from kvjax.experiments.run.progress_bar import progress_bar
 from kvjax.experiments.run.sentences import say
@@ -159,12 +158,11 @@ def main() -> None:
   """Checks all flags, then measures, fits, tests and evaluates."""
   began = time.monotonic()
   host_inputs.start()
-  folder = pathlib.Path(_OUTPUT.value)
   chosen, lengths = _chosen(), run_inputs.parse_lengths(_LENGTH.value)
   check_tau(_TAU.value)
   texts = text_inputs.texts()
   choice = generator.choose(_TASKS.value, texts)
-  check_writable(folder)
+  folder = outputs.folder(_OUTPUT.value)
   console = host_inputs.console()
   for note in choice.notes:
     say(note)

@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from kvjax.errors import InputError
+from kvjax.experiments import cli
 from kvjax.experiments.report import wording
 from kvjax.experiments.report.formats import Table
 from kvjax.experiments.timing.kernel_timing import XLA, Copies, Timed
@@ -29,12 +29,7 @@ def chosen[T](
   Raises:
     InputError: an operation is unknown, or there are no names.
   """
-  known = list(dict.fromkeys(name for name, _ in specs))
-  for name in only:
-    if name not in known:
-      raise InputError(f"--only has {name!r}; there are {', '.join(known)}.")
-  if not only:
-    raise InputError(f"--only is empty; there are {', '.join(known)}.")
+  cli.refuse_unknown("only", only, dict.fromkeys(name for name, _ in specs))
   return [(name, spec) for name, spec in specs if name in only]
 
 
