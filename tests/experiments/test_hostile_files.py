@@ -4,6 +4,7 @@ import dataclasses
 import json
 
 import pytest
+from made_runs import make_answer
 from odd_files import ODD, UNDECODED, UNREAD, refused, replace
 
 import kvjax
@@ -23,29 +24,7 @@ from kvjax.testing import TinyModel
 
 SETTINGS = Settings("tiny", "abc", "float32", 0)
 
-ANSWER = Answer(
-  task="niah_single_2",
-  length=320,
-  sample=0,
-  asked="0",
-  method="keydiff",
-  options="KeyDiff()",
-  budget="0.5",
-  retention=0.5,
-  context_tokens=100,
-  kept_tokens=50.0,
-  read_tokens=50.0,
-  cache_bytes=1000,
-  host_bytes=0,
-  question="What is it?",
-  answer_prefix=" It is",
-  answers=["1234567"],
-  prediction="1234567.",
-  first_token=7,
-  depth=None,
-  turn=None,
-  scores={"score": 100.0},
-)
+ANSWER = make_answer(task="niah_single_2")
 
 FIELDS = dataclasses.asdict(SETTINGS) | dataclasses.asdict(ANSWER)
 

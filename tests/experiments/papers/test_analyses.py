@@ -29,12 +29,6 @@ from kvjax.testing import random_activations
 RNG = np.random.default_rng(0)
 
 
-@pytest.fixture
-def subject(tiny):
-  rows = RNG.integers(5, 200, (2, 40)).tolist()
-  return Subject(tiny, {"some": rows}, (40,), "small", 0)
-
-
 def cosine(x, y):
   return x @ y / np.linalg.norm(x) / np.linalg.norm(y)
 

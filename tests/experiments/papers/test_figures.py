@@ -22,16 +22,9 @@ from kvjax.experiments.papers.analyses import (
   unmasked_attention,
 )
 from kvjax.experiments.papers.data_model import Key, Size, Targets
-from kvjax.experiments.papers.findings import Subject
 from kvjax.testing import random_activations
 
 RNG = np.random.default_rng(0)
-
-
-@pytest.fixture
-def subject(tiny):
-  rows = RNG.integers(5, 200, (2, 40)).tolist()
-  return Subject(tiny, {"some": rows}, (40,), "small", 0)
 
 
 def cosine(x, y):
