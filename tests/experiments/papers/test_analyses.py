@@ -22,7 +22,7 @@ from kvjax.experiments.papers.analyses import (
   throughput,
   timing,
 )
-from kvjax.experiments.papers.analyses.vectors import unit
+from kvjax.experiments.papers.analyses.observed import unit
 from kvjax.experiments.papers.findings import Subject
 from kvjax.testing import random_activations
 

@@ -13,10 +13,10 @@ from kvjax.experiments.papers import (
   sweep_picture,
 )
 from kvjax.experiments.papers.analyses import (
-  attention_weights,
   drawing,
   key_cosines,
   long_answers,
+  observed,
   query_plane,
   recalled_lists,
   unmasked_attention,
@@ -60,7 +60,7 @@ def test_weights_are_those_of_a_loop_over_queries_and_heads():
         last = place + 1 if causal else 7
         weights = softmax(keys[:last] @ own[place] / 2)
         expected[place, :last] += weights / 2
-    found = attention_weights.of_kv_head(seen, head, 7, causal)
+    found = observed.kv_head_weights(seen, head, 7, causal)
     np.testing.assert_allclose(found, expected, atol=1e-12)
 
 
