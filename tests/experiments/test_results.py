@@ -162,10 +162,10 @@ def test_a_summary_has_the_means_of_every_method_budget_and_task():
   assert (low, high) == (0, 100)
   assert rows[0] == {
     "method": "keydiff",
-    "options": "keydiff()",
+    "options": "Keydiff()",
     "retention": 0.5,
     "budget": "0.5",
-    "task": "niah_single_2",
+    "task": "niah_single_1",
     "length": 320,
     "depth": None,
     "turn": None,

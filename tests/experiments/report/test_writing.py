@@ -164,7 +164,7 @@ def test_all_files_of_a_comparison_are_written_whole(summary, tmp_path):
 
 def test_a_run_is_reported_beside_its_answers(summary, tmp_path):
   row = a_row("random", 0.5, TASKS[0], 100.0)
-  names = ("interval", "samples", "score")
+  names = ("interval", "samples", "score", "scores", "context_tokens")
   fields = {name: row[name] for name in row if name not in names}
   answer = make_answer(**fields, question="Who?")
   Results(tmp_path, Settings("tiny", "abc", "float32", 7)).add([answer])
