@@ -47,6 +47,8 @@ def execute(monkeypatch, tmp_path):
   for name in [name for name in os.environ if name.startswith("JAX_NUMPY_")]:
     monkeypatch.delenv(name)
 
+  monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+
   def run(name, expression, folders=()):
     copy = tmp_path / f"{name}.ipynb"
     notebook = jupytext.read(NOTEBOOKS / copy.name)
@@ -92,7 +94,7 @@ def test_a_method_of_ones_own_is_on_the_leaderboard(execute):
   written = execute(
     "own_method",
     "pathlib.Path('results/leaderboard/leaderboard.csv').read_text()",
-    folders=["results", "valued_keys.py", "__pycache__"],
+    folders=["results", "valued_keys.py"],
   )
   found = {
     (row["method"], row["budget"]): float(row["score"])
