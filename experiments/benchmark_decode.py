@@ -42,7 +42,7 @@ from absl import flags
 import kvjax
 from kvjax.errors import InputError
 from kvjax.experiments import cli
-from kvjax.experiments.benchmarks import grids
+from kvjax.experiments.benchmarks.needle.definition import needle_samples
 from kvjax.experiments.inputs import budget_inputs, run_inputs
 from kvjax.experiments.report import benchmark_tables, wording
 from kvjax.experiments.run import outputs
@@ -199,7 +199,7 @@ def _contexts(lm: Pretrained, length: int, rows: int) -> kvjax.Prompts:
     rng = np.random.default_rng(run_inputs.SEED.value)
     ids = rng.integers(lm.config.vocab_size, size=(rows, length))
     return kvjax.Prompts.of(ids.tolist())
-  (drawn,) = grids.needle_samples(
+  (drawn,) = needle_samples(
     [length], [0.5], rows, run_inputs.SEED.value, lm.text.count
   ).values()
   prompts = [Prompt.of_sample(lm.text, sample) for sample in drawn]

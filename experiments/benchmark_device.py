@@ -114,11 +114,12 @@ def _run(path: pathlib.Path, arguments: Sequence[str]) -> bool:
   command = _command(arguments)
   say(command)
   # Progress and errors go to this terminal.
-  ended = children.run(f"kvjax.experiments.{program}", rest, keep=True)
-  say(ended.printed)
-  if ended.code:
+  module = f"kvjax.experiments.{program}"
+  code, printed = children.ended(module, rest, keep=True)
+  say(printed)
+  if code:
     return False
-  outputs.write_text(path, f"{command}\n\n{ended.printed}")
+  outputs.write_text(path, f"{command}\n\n{printed}")
   return True
 
 

@@ -28,9 +28,9 @@ from absl import flags
 
 from kvjax.experiments import cli
 from kvjax.experiments.inputs import run_inputs
+from kvjax.experiments.report import benchmark_tables, wording
 from kvjax.experiments.run import environment, outputs
 from kvjax.experiments.run.progress_bar import progress_bar
-from kvjax.experiments.run.sentences import say
 from kvjax.experiments.timing import kernel_tables, kernel_timing
 from kvjax.kernels.specs import Spec, named_specs
 
@@ -54,18 +54,24 @@ def main() -> None:
   wanted = kernel_tables.chosen(list(named_specs()), _ONLY.value)
   folder = outputs.folder(_OUTPUT.value)
   cli.announce()
+  rows = _measure(wanted)
   summary = {
     "rounds": _ROUNDS.value,
     "seed": run_inputs.SEED.value,
     "copied_bytes": kernel_timing.COPIED,
     "device": environment.device(),
     "versions": environment.versions(),
-    "rows": _measure(wanted),
+    "rows": rows,
   }
-  text = kernel_tables.to_markdown(summary)
   outputs.write_json(folder / "summary.json", summary)
-  outputs.write_text(folder / "table.md", text)
-  say(text)
+  speeds = [row["copies_per_second"] for row in rows]
+  benchmark_tables.show(
+    folder,
+    kernel_tables.table(rows),
+    f"Median of {wording.count(_ROUNDS.value, 'round')}, seed "
+    f"{run_inputs.SEED.value}, on {summary['device']}; interleaved copies of "
+    f"{kernel_timing.COPIED >> 20} MiB moved {benchmark_tables.speeds(speeds)}",
+  )
 
 
 def _measure(wanted: Sequence[tuple[str, Spec]]) -> list[dict[str, Any]]:

@@ -68,7 +68,7 @@ from kvjax.experiments.inputs import (
 )
 from kvjax.experiments.inputs.passed_on import passed_on
 from kvjax.experiments.report import wording
-from kvjax.experiments.run import environment, multihost, results
+from kvjax.experiments.run import environment, multihost, outputs, results
 from kvjax.experiments.run.candidates import (
   DEFAULT,
   FULL,
@@ -77,8 +77,7 @@ from kvjax.experiments.run.candidates import (
   parse_budgets,
 )
 from kvjax.experiments.run.comparison import Work, check_hosts, pending, wanted
-from kvjax.experiments.run.elapsed import Elapsed
-from kvjax.experiments.run.line_files import check_writable
+from kvjax.experiments.run.processes import Processes
 from kvjax.experiments.run.progress_bar import progress_bar
 from kvjax.experiments.run.sentences import say
 
@@ -159,23 +158,23 @@ def main() -> None:
   """Checks all flags, then measures, fits, tests and evaluates."""
   began = time.monotonic()
   host_inputs.start()
-  folder = pathlib.Path(_OUTPUT.value)
   chosen, lengths = _chosen(), run_inputs.parse_lengths(_LENGTH.value)
   check_tau(_TAU.value)
   texts = text_inputs.texts()
   choice = generator.choose(_TASKS.value, texts)
-  check_writable(folder)
+  folder = outputs.folder(_OUTPUT.value)
   console = host_inputs.console()
   for note in choice.notes:
     say(note)
   settings = _settings(choice.data)
   with run_inputs.loaded() as (lm, devices):
     run_inputs.check_lengths(lm, lengths)
-    elapsed = Elapsed(folder, environment.device(devices), began)
-    run = _Run(lm, choice.tasks, lengths, texts, settings, folder, elapsed)
-    steps = run.steps()
-    measuring.check(lm, chosen, steps[_TRIPLES])
-    works = run.pending(chosen, steps)
+    processes = Processes(folder, environment.device(devices), began)
+    run = _Run(lm, choice.tasks, lengths, texts, settings, folder, processes)
+    drawn = run.draw()
+    measuring.check(lm, chosen, drawn[_TRIPLES])
+    steps = {file: run.step(file, chosen, drawn[file]) for file in drawn}
+    works = [step.work for step in steps.values()]
     dry_run.announce(lm, works)
     if dry_run_inputs.DRY_RUN.value:
       with progress_bar(None, transient=True):
@@ -184,9 +183,10 @@ def main() -> None:
       return
     if note := _too_few(len(choice.tasks) * len(lengths)):
       say(note)
-    fitted = run.fit(chosen, steps)
+    fitted = run.fit(chosen, steps, drawn[_HELD])
   if not multihost.is_first():
     return
+  total = processes.summary()
   summary = dataclasses.asdict(settings) | {
     "length": lengths,
     "rule": _RULE.value,
@@ -194,11 +194,20 @@ def main() -> None:
     "others": _others(),
     "held_out": _HELD_OUT.value,
     "tau": _TAU.value,
-    **elapsed.summary(),
+    **total,
+    "seconds": total["seconds"]["total"],
     "trials": _trials(folder / writing.RECORDS),
     "rows": [method.row(_TAU.value) for method in fitted],
   }
   writing.write(folder, summary, fitted, console)
+
+
+class _Step(NamedTuple):
+  """The measurements of a file: all that are wanted, and those to take."""
+
+  store: Measurements
+  keys: Sequence[results.Key]
+  work: Work
 
 
 class _Run(NamedTuple):
@@ -210,9 +219,9 @@ class _Run(NamedTuple):
   texts: generator.Texts
   settings: results.Settings
   folder: pathlib.Path
-  elapsed: Elapsed
+  processes: Processes
 
-  def steps(self) -> dict[str, results.Samples]:
+  def draw(self) -> dict[str, results.Samples]:
     """Draws the samples of each task for each file, with seeds of their own."""
     counts = {
       _TRIPLES: _SAMPLES.value,
@@ -240,13 +249,13 @@ class _Run(NamedTuple):
     return f"RULER's {', '.join(self.tasks)} of {lengths} tokens; {texts}"
 
   def fit(
-    self, chosen: Sequence[Candidate], steps: Mapping[str, results.Samples]
+    self,
+    chosen: Sequence[Candidate],
+    steps: Mapping[str, _Step],
+    held_out: results.Samples,
   ) -> list[fits.Fitted]:
     """Measures all steps and fits a curve for each method."""
-    measured = {
-      file: self._measure(file, chosen, samples)
-      for file, samples in steps.items()
-    }
+    measured = {file: self._measure(step) for file, step in steps.items()}
     fitted = fits.fit(
       chosen,
       fits.Sets(measured[_TRIPLES], measured.get(_MORE, []), measured[_HELD]),
@@ -256,55 +265,41 @@ class _Run(NamedTuple):
     if _RULE.value == PAPER:
       # Its retentions are not among the measured ones.
       automatic = [method.automatic(_TAU.value) for method in fitted]
-      reached = self._measure(_REACHED, automatic, steps[_HELD])
+      reached = self._measure(self.step(_REACHED, automatic, held_out))
       fitted = fits.add_reached(fitted, reached)
     return fitted
 
-  def _measure(
+  def step(
     self, file: str, chosen: Sequence[Candidate], samples: results.Samples
-  ) -> list[Measurement]:
-    """Measures the samples of a file, with a progress bar."""
-    store = self._store(file, wanted(chosen, samples))
+  ) -> _Step:
+    """Opens a file, the same on all hosts, and finds what it lacks."""
+    settings = dataclasses.replace(
+      self.settings, seed=self.settings.seed + _SEEDS[file]
+    )
+    keys = wanted(chosen, samples)
+    check_hosts(settings, keys)
+    store = Measurements(
+      self.folder / file, settings, Measurement, "measurement"
+    )
     logging.info(
       "%s has %d measurements already", self.folder / file, len(store.records)
     )
-    new = len(set(wanted(chosen, samples)) - store.records.keys())
+    batch = run_inputs.batch()
+    work = pending(self.lm, chosen, samples, store, batch, apart=True)
+    return _Step(store, keys, work)
+
+  def _measure(self, step: _Step) -> list[Measurement]:
+    """Takes the measurements of a step, with a progress bar."""
+    new = len(step.work.missing)
     # One that is transient leaves nothing behind where there is nothing to do.
     with progress_bar(new, transient=not new) as advance:
 
       def on_measured(task: str, count: int) -> None:
         advance(task, count)
-        self.elapsed.note()
+        self.processes.note()
 
-      return measuring.measure(
-        self.lm, chosen, samples, store, run_inputs.batch(), on_measured
-      )
-
-  def pending(
-    self, chosen: Sequence[Candidate], steps: Mapping[str, results.Samples]
-  ) -> list[Work]:
-    """Finds what all steps but that of --rule=paper have left to do."""
-    return [
-      pending(
-        self.lm,
-        chosen,
-        samples,
-        self._store(file, wanted(chosen, samples)),
-        run_inputs.batch(),
-        apart=True,
-      )
-      for file, samples in steps.items()
-    ]
-
-  def _store(self, file: str, keys: Sequence[results.Key]) -> Measurements:
-    """Opens the measurements of a file, which must be the same on all hosts."""
-    settings = dataclasses.replace(
-      self.settings, seed=self.settings.seed + _SEEDS[file]
-    )
-    check_hosts(settings, keys)
-    return Measurements(
-      self.folder / file, settings, Measurement, "measurement"
-    )
+      measuring.measure(self.lm, step.work, step.store, on_measured)
+    return [step.store.records[key] for key in step.keys]
 
 
 def _others() -> int:

@@ -10,7 +10,7 @@ import threading
 import traceback
 import types
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import NoReturn
 
 import jax
@@ -270,6 +270,22 @@ def refuse_empty(name: str, example: str) -> None:
   """
   if not flags.FLAGS[name].value:
     raise InputError(f"--{name} is empty; {example} would be two.")
+
+
+def refuse_unknown(
+  flag: str, names: Sequence[str], known: Collection[str]
+) -> None:
+  """Rejects names of a list that are not known, and a list without names.
+
+  Raises:
+    InputError: a name is unknown, or there are none.
+  """
+  choices = ", ".join(known)
+  for name in names:
+    if name not in known:
+      raise InputError(f"--{flag} has {name!r}; there are {choices}.")
+  if not names:
+    raise InputError(f"--{flag} is empty; there are {choices}.")
 
 
 def announce() -> None:

@@ -104,15 +104,8 @@ def _compare(chosen: Sequence[Candidate]) -> None:
     repeated = repetition.of(samples)
     for note in repeated.notes:
       say(note)
-    job = runner.Job(
-      lm=lm,
-      devices=devices,
-      chosen=chosen,
-      samples=samples,
-      settings=settings,
-      folder=folder,
-      batch=run_inputs.batch(),
-    )
+    batch = run_inputs.batch()
+    job = runner.Job(lm, devices, chosen, samples, settings, folder, batch)
     run = speed_inputs.answered(job, began, console)
   if run is None:
     return

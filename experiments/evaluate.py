@@ -72,15 +72,8 @@ def main() -> None:
       benchmark_inputs.chosen().name, drawn.data, benchmark_inputs.protocol()
     )
     folder = output / folder_name(settings)
-    job = runner.Job(
-      lm=lm,
-      devices=devices,
-      chosen=chosen,
-      samples=drawn.samples,
-      settings=settings,
-      folder=folder,
-      batch=run_inputs.batch(),
-    )
+    samples, batch = drawn.samples, run_inputs.batch()
+    job = runner.Job(lm, devices, chosen, samples, settings, folder, batch)
     run = speed_inputs.answered(job, began, console)
   if run is None:
     return

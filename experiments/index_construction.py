@@ -27,7 +27,6 @@ cores.
 import functools
 import os
 import statistics
-import time
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -38,11 +37,11 @@ from kvjax.errors import InputError
 from kvjax.experiments import cli
 from kvjax.experiments.inputs import run_inputs
 from kvjax.experiments.inputs.number_lists import parse_numbers
-from kvjax.experiments.report import formats, wording
+from kvjax.experiments.report import benchmark_tables
+from kvjax.experiments.report.formats import Table
 from kvjax.experiments.run import environment, outputs
 from kvjax.experiments.run.progress_bar import progress_bar
-from kvjax.experiments.run.sentences import say
-from kvjax.experiments.timing import index_builders
+from kvjax.experiments.timing import index_builders, stopwatch
 from kvjax.experiments.timing.index_builders import (
   KEY_CENTERS,
   QCIVF,
@@ -85,6 +84,8 @@ def main() -> None:
   folder = outputs.folder(_OUTPUT.value)
   faiss = index_builders.load_faiss()
   cli.announce()
+  rows = _measure(faiss, retrieval, lengths)
+  faiss_version = {"faiss": faiss.__version__}
   summary = {
     "head_dim": _HEAD_DIM.value,
     "group": _GROUP.value,
@@ -94,13 +95,23 @@ def main() -> None:
     "device": environment.device(),
     "faiss_threads": faiss.omp_get_max_threads(),
     "cores": os.cpu_count(),
-    "versions": environment.versions() | {"faiss": faiss.__version__},
-    "rows": _measure(faiss, retrieval, lengths),
+    "versions": environment.versions() | faiss_version,
+    "rows": rows,
   }
-  text = to_markdown(summary)
   outputs.write_json(folder / "summary.json", summary)
-  outputs.write_text(folder / "table.md", text)
-  say(text)
+  benchmark_tables.show(
+    folder,
+    table(rows),
+    f"An index of one KV head of {_HEAD_DIM.value} channels, {_GROUP.value} "
+    f"query heads, {_READS.value} keys read per token, median of "
+    f"{_REPEATS.value}. Read the ratios, not the times: CTkvr's paper builds "
+    "on a GPU, in 0.21 to 0.43 ms from 4K to 128K tokens. Random keys around "
+    f"{KEY_CENTERS} centers and queries around {QUERY_CENTERS}, spread "
+    f"{SPREAD} of that of the centers, seed {run_inputs.SEED.value}. qcIVF and "
+    f"K-means of kvjax on {summary['device']}; the others by faiss on the CPU, "
+    f"{summary['faiss_threads']} threads of {summary['cores']} cores",
+    peers=faiss_version,
+  )
 
 
 def measure(
@@ -121,32 +132,33 @@ def measure(
     For each builder its name, the seconds of every build, their median, its
     ratio to the baseline, and the recall.
   """
-  seconds: dict[str, list[float]] = {builder.name: [] for builder in builders}
-  built = {}
-  for _ in range(repeats):
-    for builder in builders:
-      began = time.perf_counter()
-      built[builder.name] = builder.build()
-      seconds[builder.name].append(time.perf_counter() - began)
-      on_built()
-  medians = {name: statistics.median(times) for name, times in seconds.items()}
+  built: dict[str, Any] = {}
+
+  def build(builder: index_builders.Builder) -> float:
+    built[builder.name], seconds = stopwatch.timed(builder.build)
+    on_built()
+    return seconds
+
+  times_of = stopwatch.in_turns(
+    [functools.partial(build, builder) for builder in builders], range(repeats)
+  )
   return [
     {
       "index": builder.name,
-      "seconds": seconds[builder.name],
-      "median": medians[builder.name],
-      "ratio": medians[builder.name] / medians[builders[0].name],
+      "seconds": times,
+      "median": statistics.median(times),
+      "ratio": statistics.median(times) / statistics.median(times_of[0]),
       "recall": float(
         index_builders.recall(workload, builder.candidates(built[builder.name]))
       ),
     }
-    for builder in builders
+    for builder, times in zip(builders, times_of, strict=True)
   ]
 
 
-def to_markdown(summary: Mapping[str, Any]) -> str:
-  """Formats the table with its settings."""
-  cells = [
+def table(rows: Sequence[Mapping[str, Any]]) -> Table:
+  """Builds the table of rows of summary.json."""
+  lines = [
     (
       f"{row['length']:,}",
       row["index"],
@@ -154,23 +166,10 @@ def to_markdown(summary: Mapping[str, Any]) -> str:
       f"{row['ratio']:.2f}",
       f"{100 * row['recall']:.1f}",
     )
-    for row in summary["rows"]
+    for row in rows
   ]
   head = ("tokens", "index", "build ms", f"× {QCIVF}", "recall %")
-  return (
-    f"**Building an index of one KV head: head dim {summary['head_dim']}, "
-    f"{summary['group']} query heads, {summary['reads']} keys read per token, "
-    f"median of {summary['repeats']}**\n\n"
-    f"{formats.grid(head, cells, left=[1])}"
-    "\nRead the ratios, not the times: CTkvr's paper builds on a GPU, in "
-    "0.21 to 0.43 ms from 4K to 128K tokens.\n"
-    f"Random keys around {KEY_CENTERS} centers and queries around "
-    f"{QUERY_CENTERS}, spread {SPREAD} of that of the centers, seed "
-    f"{summary['seed']}.\n"
-    f"qcIVF and K-means of kvjax on {summary['device']}; the others by faiss "
-    f"on the CPU, {summary['faiss_threads']} threads of {summary['cores']} "
-    f"cores; {wording.versions(summary['versions'])}.\n"
-  )
+  return Table("", head, lines, names=2)
 
 
 def _measure(

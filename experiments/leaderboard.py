@@ -23,7 +23,7 @@ from absl import flags
 from kvjax.errors import InputError
 from kvjax.experiments import cli
 from kvjax.experiments.report import kvpress, ranking, run_files, wording
-from kvjax.experiments.run import outputs, results
+from kvjax.experiments.run import outputs
 from kvjax.experiments.run.sentences import say
 
 _OUTPUT = flags.DEFINE_string("output", "results/leaderboard", "Output folder.")
@@ -38,13 +38,9 @@ def main(directories: Sequence[str]) -> None:
     raise InputError(
       "Name the folders that hold runs, as in kvjax leaderboard results."
     )
-  folder = pathlib.Path(_OUTPUT.value)
-  export_folder = (
-    None if _KVPRESS.value is None else pathlib.Path(_KVPRESS.value)
-  )
-  for target in (folder, export_folder):
-    if target is not None:
-      results.check_writable(target)
+  folder = outputs.folder(_OUTPUT.value)
+  export = _KVPRESS.value
+  export_folder = None if export is None else outputs.folder(export)
   sources = [pathlib.Path(name) for name in directories]
   runs = run_files.find(sources)
   board = ranking.merge(runs, run_files.unfinished(sources))

@@ -179,11 +179,7 @@ def _plan(use: Use) -> None:
 
 def _search(use: Use) -> None:
   """Finds slices; exits with code 1 if there is none."""
-  for name in _CHIPS.value:
-    if name not in slices.KINDS:
-      raise InputError(
-        f"--chips has {name!r}; there are {', '.join(slices.KINDS)}."
-      )
+  cli.refuse_unknown("chips", _CHIPS.value, slices.KINDS)
   output = outputs.file(_OUTPUT.value)
   _prepare()
   kinds = list(dict.fromkeys(_CHIPS.value))

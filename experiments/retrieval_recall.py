@@ -34,7 +34,8 @@ from kvjax.experiments.inputs import (
   needle_inputs,
   run_inputs,
 )
-from kvjax.experiments.report import formats, wording
+from kvjax.experiments.report import benchmark_tables
+from kvjax.experiments.report.formats import Table
 from kvjax.experiments.run import (
   environment,
   outputs,
@@ -109,15 +110,21 @@ def main() -> None:
       for c, quality in zip(chosen, quality_of, strict=True)
     ],
   }
-  text = to_markdown(summary)
   outputs.write_json(folder / "summary.json", summary)
-  outputs.write_text(folder / "table.md", text)
-  print(text, end="")
+  layers = ", ".join(f"{cosine:.2f}" for cosine in cosines)
+  benchmark_tables.show(
+    folder,
+    table(summary["rows"]),
+    f"{settings.model}, {summary['length']} tokens, {settings.protocol}, "
+    f"{summary['samples']} samples per task, {summary['steps']} tokens each. "
+    f"Cosine of neighboring queries, layer by layer: {layers}. Seed "
+    f"{settings.seed}, greedy, {settings.dtype} on {summary['device']}",
+  )
 
 
-def to_markdown(summary: Mapping[str, Any]) -> str:
-  """Formats the table with its settings."""
-  cells = [
+def table(rows: Sequence[Mapping[str, Any]]) -> Table:
+  """Builds the table of rows of summary.json."""
+  lines = [
     (
       row["method"],
       row["budget"],
@@ -125,19 +132,10 @@ def to_markdown(summary: Mapping[str, Any]) -> str:
       f"{100 * row['error']:.1f}",
       f"{row['read']:.0f}",
     )
-    for row in summary["rows"]
+    for row in rows
   ]
   head = ("method", "retrieves", "recall %", "output error %", "read")
-  cosines = summary["cosine_of_neighboring_queries"]
-  layers = ", ".join(f"{cosine:.2f}" for cosine in cosines)
-  return (
-    f"**{summary['model']}, {summary['length']} tokens, {summary['protocol']}, "
-    f"{summary['samples']} samples per task, {summary['steps']} tokens each**"
-    f"\n\n{formats.grid(head, cells)}"
-    f"\nCosine of neighboring queries, layer by layer: {layers}.\n"
-    f"Seed {summary['seed']}, greedy, {summary['dtype']} on "
-    f"{summary['device']}; {wording.versions(summary)}.\n"
-  )
+  return Table("", head, lines, names=2)
 
 
 def _measure(

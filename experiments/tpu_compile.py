@@ -27,7 +27,6 @@ from importlib import metadata
 import jax
 from absl import flags
 
-from kvjax.errors import InputError
 from kvjax.experiments import cli
 from kvjax.experiments.run import outputs
 from kvjax.experiments.run.progress_bar import progress_bar
@@ -93,17 +92,8 @@ def _wanted() -> list[Program]:
 
 
 def _chip_names() -> list[str]:
-  """Parses --chips.
-
-  Raises:
-    InputError: a chip is unknown, or there is none.
-  """
-  known = ", ".join(chips.TOPOLOGIES)
-  for name in _CHIPS.value:
-    if name not in chips.TOPOLOGIES:
-      raise InputError(f"--chips has {name!r}; there are {known}.")
-  if not _CHIPS.value:
-    raise InputError(f"--chips is empty; there are {known}.")
+  """Parses --chips; errors are those of `cli.refuse_unknown`."""
+  cli.refuse_unknown("chips", _CHIPS.value, chips.TOPOLOGIES)
   return list(dict.fromkeys(_CHIPS.value))
 
 

@@ -22,7 +22,6 @@ Chari and Van Durme (arXiv 2507.08143) report a p-value of 20 trials without
 saying more.
 """
 
-import pathlib
 from collections.abc import Sequence
 
 import rich.console
@@ -32,7 +31,7 @@ from kvjax.errors import InputError
 from kvjax.experiments import cli
 from kvjax.experiments.report import formats, run_files
 from kvjax.experiments.report.anova import compare, scores_of
-from kvjax.experiments.run import children, outputs, results
+from kvjax.experiments.run import children, outputs
 from kvjax.experiments.run.sentences import say
 
 _TRIALS = flags.DEFINE_integer("trials", 20, "Number of trials.", lower_bound=2)
@@ -52,7 +51,6 @@ _OUTPUT = flags.DEFINE_string(
 
 def main(arguments: Sequence[str]) -> None:
   """Runs the trials, then compares the methods."""
-  output = pathlib.Path(_OUTPUT.value)
   if not 0 < _MARGIN.value < 100:
     raise InputError(
       f"--margin is a difference of scores above 0 and below 100; "
@@ -64,11 +62,12 @@ def main(arguments: Sequence[str]) -> None:
         f"{argument} does not go after --: every trial has its own seed, and "
         "--output goes before."
       )
-  results.check_writable(output)
+  output = outputs.folder(_OUTPUT.value)
   first, runs = _FIRST_SEED.value, []
   for seed in range(first, first + _TRIALS.value):
     folder = output / f"seed_{seed}"
-    _evaluate([*arguments, f"--seed={seed}", f"--output={folder}"])
+    given = [*arguments, f"--seed={seed}", f"--output={folder}"]
+    children.run("kvjax.experiments.evaluate", given)
     runs.append(run_files.find_one(folder))
   scores = scores_of(runs)
   table = compare(scores, _MARGIN.value)
@@ -80,17 +79,6 @@ def main(arguments: Sequence[str]) -> None:
   ]
   outputs.write_json(output / "trials.json", {"trials": data})
   say(f"All in {output}")
-
-
-def _evaluate(arguments: Sequence[str]) -> None:
-  """Runs a trial on the same terminal.
-
-  Raises:
-    SystemExit: it failed, with its own message.
-  """
-  ended = children.run("kvjax.experiments.evaluate", arguments)
-  if ended.code:
-    raise SystemExit(ended.code)
 
 
 if __name__ == "__main__":

@@ -73,8 +73,11 @@ if importlib.util.find_spec("kvjax") is None:
 # value adds much to the output. A `HeadwiseMethod` sees one head: `head.keys`
 # and `head.values` are `[T, D]`, float32, and zero in empty slots, which are
 # never kept.
+#
+# The cell writes a file, which `kvjax` takes as `--plugins`.
 
 # %%
+# %%writefile valued_keys.py
 import dataclasses
 
 import jax.numpy as jnp
@@ -114,61 +117,38 @@ kvjax.register("valued_keys", ValuedKeys, summary="unusual keys, large values")
 # raises an error that describes what is wrong.
 
 # %%
+import valued_keys
+
 from kvjax.testing import check_method
 
-check_method(kvjax.get_method("valued_keys:power=0.5"))
+check_method(valued_keys.ValuedKeys(power=0.5))
 print("The contract holds.")
 
 # %% [markdown]
 # ## Evaluate it
 #
 # Eight contexts of 512 tokens each hide a number in prose. All methods compress
-# the same prefill, before the question is known. The run is that of `kvjax
-# compare`: it says about how long it takes, writes every answer to a folder,
-# and resumes there if this cell is interrupted.
+# the same prefill, before the question is known. The program says about how
+# long it takes, writes every answer to a folder, and resumes there if this cell
+# is interrupted.
 
 # %%
-import time
-
-from kvjax import models
-from kvjax.experiments.report import ranking, run_files, writing
-from kvjax.experiments.run import results, runner
-from kvjax.experiments.run.candidates import candidates
-from kvjax.experiments.tasks import prose, suite
-
-MODEL, TASK, LENGTH, SAMPLES = "smollm2-135m-instruct", "niah_single_2", 512, 8
-METHODS = ["valued_keys", "valued_keys:power=0", "keydiff", "snapkv", "random"]
-chosen = candidates(METHODS, [kvjax.Retention(0.5), kvjax.Retention(0.25)])
-
-lm = models.load(MODEL, dtype="float32")
-count = lm.text.count
-drawn = [suite.draw(TASK, n, 0, LENGTH, count) for n in range(SAMPLES)]
-samples = [suite.bound_answer(sample, count) for sample in drawn]
-weights = results.digest(models.catalog.locate(MODEL))
-data = {"essay": prose.SOURCE}
-settings = results.Settings(MODEL, weights, "float32", seed=0, data=data)
-folder, began = pathlib.Path("results/own_method"), time.monotonic()
-parts = {results.Part(TASK, LENGTH): samples}
-job = runner.Job(lm, 1, chosen, parts, settings, folder, batch=SAMPLES)
-run = runner.answer(job, began)
-writing.write_comparison(folder, run.summary, run.answers)
-print(f"{run}; all in {folder}")
+# !{sys.executable} -m kvjax.experiments compare --plugins=valued_keys.py \
+#   --methods=valued_keys,valued_keys:power=0,keydiff,snapkv,random \
+#   --retention=0.5,0.25 --tasks=niah_single_2 --length=512 --samples=8 \
+#   --dtype=float32 --output=results/own_method
 
 # %% [markdown]
 # ## The leaderboard
 #
-# `kvjax leaderboard results/own_method` prints the same, and adds a page and
-# plots. Give it the folders of other runs, too, and it ranks all of them.
+# `kvjax leaderboard` writes a page, plots and a file of numbers. Give it the
+# folders of other runs, too, and it ranks all of them.
 
 # %%
-import rich
-
-board = ranking.merge(run_files.find([folder]))
-rich.print(board.to_terminal())
+# !{sys.executable} -m kvjax.experiments leaderboard results/own_method
 
 # %% [markdown]
-# With eight samples, differences below 30 points mean little. More `SAMPLES`
-# narrow the intervals; the run goes on from the answers that are there. For the
-# command line, save the cell with the class as `valued_keys.py`, and run
-# `kvjax compare --plugins=valued_keys.py --methods=valued_keys,keydiff`. It may
-# also be part of a package of your own; CONTRIBUTING.md says how.
+# With eight samples, differences below 30 points mean little. More `--samples`
+# narrow the intervals; the run goes on from the answers that are there. In a
+# terminal, the programs are called `kvjax compare` and `kvjax leaderboard`. The
+# method may also be part of a package of your own; CONTRIBUTING.md says how.

@@ -1,9 +1,9 @@
-"""Reads rows of data files with the library `datasets`.
+"""Reads rows of data files: JSON, JSON lines, CSV, Parquet and Arrow.
 
-The formats are JSON, JSON lines, CSV, Parquet and Arrow. Each may be in a zip,
-and the first three may be compressed by gzip instead. Arrow files are those of
-`datasets` itself: its cache and the output of `save_to_disk`. Rows are
-streamed: nothing is converted, and only the requested rows are read.
+Each may be in a zip, and the first three may be compressed by gzip instead.
+Rows are streamed, and only the requested ones are read. Parquet and Arrow are
+read by `datasets`, Arrow as in its cache and the output of `save_to_disk`. It
+would convert JSON and CSV, and read a line without end.
 """
 
 import contextlib
@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import glob
 import gzip
+import io
 import os
 import pathlib
 import sys
@@ -167,12 +168,12 @@ class RowFile:
       raise InputError(f"{self} cannot be read: {error}.") from error
 
   def _lines(self) -> Iterator[Row]:
-    for number, text in enumerate(self._texts("line"), start=1):
-      if not text.strip():
+    for number, line in enumerate(self._texts(), start=1):
+      if not line.strip():
         continue
       place = f"Line {number} of {self}"
       try:
-        fields = files.parse_json(text)
+        fields = files.parse_json(line)
       except ValueError as error:
         raise InputError(f"{place} is not valid JSON: {error}.") from error
       yield Row.of(place, fields)
@@ -180,11 +181,13 @@ class RowFile:
   def _json(self) -> Iterator[Row]:
     """Yields rows of a JSON array, or else of JSON lines."""
     with self._opened() as file:
-      is_array = file.read(_BEGINNING).lstrip().startswith(b"[")
+      document = file.read(_BEGINNING)
+      is_array = document.lstrip().startswith(b"[")
+      document += file.read(_MOST_BYTES) if is_array else b""
     if not is_array:
       yield from self._lines()
       return
-    document = b"".join(self._texts("document"))
+    _check_size(str(self), document, _MOST_BYTES)
     try:
       rows = files.parse_json(document)
     except ValueError as error:
@@ -197,8 +200,8 @@ class RowFile:
     csv.field_size_limit(sys.maxsize)  # Contexts are long.
     # Spreadsheets begin files with a mark of the byte order.
     lines = (
-      line.decode("utf-8-sig" if number == 0 else "utf-8") + "\n"
-      for number, line in enumerate(self._texts("line"))
+      line.decode("utf-8-sig" if number == 0 else "utf-8")
+      for number, line in enumerate(self._texts())
     )
     reader = csv.DictReader(lines, strict=True)
     try:
@@ -215,48 +218,22 @@ class RowFile:
         f"{self} is not valid CSV after line {reader.line_num}: {error}."
       ) from error
 
-  def _texts(self, sample_by: str) -> Iterator[bytes]:
-    """Yields lines or the full document; the JSON reader would change types.
+  def _texts(self) -> Iterator[bytes]:
+    """Yields lines, however they end; those of zeros have no end.
 
     Raises:
-      InputError: one is not valid UTF-8, or takes more memory than there is.
+      InputError: a line takes more memory than a row can.
     """
-    self._check_end(by_line=sample_by == "line")
-    # Latin-1 preserves every byte, so that only lines with invalid UTF-8 are
-    # rejected. In a zip or gzip, `datasets` always reads UTF-8.
-    is_packed = self.member or self._is_packed_by_gzip
-    encoding = "utf-8" if is_packed else "latin-1"
-    lines = _datasets().IterableDataset.from_text(
-      self._source, encoding="latin-1", sample_by=sample_by
-    )
-    try:
-      for line in lines:
-        yield line["text"].encode(encoding)
-    except UnicodeDecodeError as error:
-      raise InputError(
-        f"Line {self._first_undecodable()} of {self} is not valid "
-        f"{'CSV' if self.kind == '.csv' else 'JSON'}: it is no UTF-8."
-      ) from error
-
-  def _check_end(self, by_line: bool) -> None:
-    """Refuses files of zeros, and small ones that unpack to them."""
-    most = _LONGEST_LINE if by_line else _MOST_BYTES
     with self._opened() as file:
-      begin = file.readline(most + 1) if by_line else file.read(most + 1)
-    if len(begin) > most:
-      what = f"The first line of {self}" if by_line else str(self)
-      raise InputError(
-        f"{what} has more than {most:,} bytes; give one row a line."
-      )
-
-  def _first_undecodable(self) -> int:
-    with self._opened() as file:
-      return next(
-        n for n, line in enumerate(file, start=1) if not _is_utf8(line)
-      )
+      # Latin-1 preserves every byte, so that only lines with invalid UTF-8 are
+      # rejected.
+      lines = io.TextIOWrapper(file, "latin-1")
+      while text := lines.readline(_LONGEST_LINE + 1):
+        _check_size(f"A line of {self}", text, _LONGEST_LINE)
+        yield text.encode("latin-1")
 
   @contextlib.contextmanager
-  def _opened(self) -> Iterator[IO[bytes] | gzip.GzipFile]:
+  def _opened(self) -> Iterator[IO[bytes]]:
     """Opens what a text holds, unpacked."""
     if self.member:
       with zipfile.ZipFile(self.path) as archive:
@@ -270,7 +247,7 @@ class RowFile:
         with file:
           yield file
     else:
-      opener = gzip.open if self._is_packed_by_gzip else open
+      opener: Any = gzip.open if self._is_packed_by_gzip else open
       with opener(self.path, "rb") as unpacked:
         yield unpacked
 
@@ -307,12 +284,12 @@ class RowFile:
     )
 
 
-def _is_utf8(line: bytes) -> bool:
-  try:
-    line.decode()
-  except UnicodeDecodeError:
-    return False
-  return True
+def _check_size(what: str, begun: str | bytes, most: int) -> None:
+  """Refuses files of zeros, and small ones that unpack to them."""
+  if len(begun) > most:
+    raise InputError(
+      f"{what} has more than {most:,} bytes; give one row a line."
+    )
 
 
 @functools.cache

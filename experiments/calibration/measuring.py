@@ -15,7 +15,7 @@ from kvjax.errors import InputError
 from kvjax.experiments.run import prefilling
 from kvjax.experiments.run.batching import Context
 from kvjax.experiments.run.candidates import FULL, Candidate
-from kvjax.experiments.run.comparison import pending, wanted
+from kvjax.experiments.run.comparison import Work
 from kvjax.experiments.run.prompting import Prompt, Shape
 from kvjax.experiments.run.results import Asked, Samples
 from kvjax.experiments.run.shared_lines import SharedLines
@@ -73,34 +73,23 @@ Measurements = SharedLines[Measurement]
 
 
 def measure(
-  lm: Pretrained,
-  chosen: Sequence[Candidate],
-  samples: Samples,
-  store: Measurements,
-  batch: int,
-  on_new: OnNew,
-) -> list[Measurement]:
-  """Takes the measurements that `store` lacks and adds them.
+  lm: Pretrained, work: Work, store: Measurements, on_new: OnNew
+) -> None:
+  """Takes the measurements that are missing, and adds them as they come.
 
   Every batch of contexts is prefilled once for all methods and budgets. Hosts
   share out the batches.
 
   Args:
     lm: the model.
-    chosen: methods and budgets, without the full cache.
-    samples: samples of each task and length, in the order of their numbers.
-    store: previous measurements; new ones are written as they come.
-    batch: contexts per prefill.
+    work: of methods and budgets without the full cache; every sample has a
+      context of its own.
+    store: where they are written.
     on_new: called on progress.
 
-  Returns:
-    All requested measurements.
-
   Raises:
-    InputError: a sample is longer than the model's context, or the
-      measurements cannot be written.
+    InputError: the measurements cannot be written.
   """
-  work = pending(lm, chosen, samples, store, batch, apart=True)
 
   def measured(one: tuple[Shape, list[Context]]) -> Iterator[list[Measurement]]:
     began = time.monotonic()
@@ -117,7 +106,6 @@ def measure(
     store.add(new)
     for task, count in collections.Counter(each.task for each in new).items():
       on_new(task, count)
-  return [store.records[key] for key in wanted(chosen, samples)]
 
 
 def answer_of(lm: Pretrained, sample: Sample) -> list[int]:

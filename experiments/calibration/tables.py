@@ -46,15 +46,15 @@ def circumstances(summary: Mapping[str, Any]) -> str:
 
 def markdown(summary: Mapping[str, Any], plots: Sequence[str]) -> str:
   """Formats settings, tables and plots."""
-  lines = [
+  return formats.document(
     f"# {formats.escaped(title(summary))}",
     formats.escaped(circumstances(summary)),
     f"Data: {formats.escaped(wording.data(summary))}.",
-    *(formats.to_markdown(table).rstrip() for table in tables(summary)),
+    *tables(summary),
     *(f"![{name}]({name})" for name in plots),
-    f"{TRIALS}\n\n    {summary['trials']}",
-  ]
-  return "\n\n".join(lines) + "\n"
+    TRIALS,
+    f"    {summary['trials']}",
+  )
 
 
 def _overview(rows: _Rows, tau: float) -> Table:

@@ -17,7 +17,7 @@ from kvjax.errors import InputError
 from kvjax.experiments.gate_training import examples, fitting
 from kvjax.experiments.run import environment
 from kvjax.experiments.run.claiming import claim
-from kvjax.experiments.run.elapsed import Elapsed
+from kvjax.experiments.run.processes import Processes
 from kvjax.experiments.run.progress_bar import track
 from kvjax.methods.kvzap_gate import CONFIG, WEIGHTS, KVzapGate
 from kvjax.models.json_files import is_present, read_json, write_json
@@ -98,7 +98,8 @@ class Trainer:
       )
     output.mkdir(parents=True, exist_ok=True)
     claim(output / _RUN, settings)
-    self._elapsed = Elapsed(self._work, environment.device(), began)
+    device = environment.device()
+    self._processes = Processes(self._work, device, began)
 
   def run(self) -> dict[str, Any]:
     """Does what is left; returns what validation.json says."""
@@ -118,7 +119,7 @@ class Trainer:
       "r2": {str(layer): each.r2 for layer, each in fitted.items()},
       "texts": len(learned),
       "tested_texts": len(tested),
-      "seconds": self._elapsed.summary()["seconds"],
+      "seconds": self._processes.summary()["seconds"]["total"],
     }
     self._gate(fitted).save(self._output)
     logging.info("Wrote the networks to %s", self._output)
@@ -139,7 +140,7 @@ class Trainer:
     for path in (*self._text_files(), *map(self._layer_file, self._scored)):
       path.unlink(missing_ok=True)
       files.part_of(path).unlink(missing_ok=True)
-    self._elapsed.remove()
+    self._processes.remove()
     with contextlib.suppress(OSError):
       # It may have a file of the user's.
       self._work.rmdir()
@@ -155,7 +156,7 @@ class Trainer:
       if not is_present(paths[number]):
         seed, began = (self._recipe.seed, number), time.monotonic()
         examples.write(paths[number], self._lm, row, padded, self._tokens, seed)
-        self._elapsed.note()
+        self._processes.note()
         logging.info(
           "Replayed part %d of %d tokens, padded to %d, in %.1f s",
           *(number, len(row), padded, time.monotonic() - began),
@@ -188,7 +189,7 @@ class Trainer:
       }
       content = safetensors.numpy.save(arrays, {"numbers": json.dumps(numbers)})
       files.write_bytes(path, content)
-      self._elapsed.note()
+      self._processes.note()
       seconds = time.monotonic() - began
       logging.info("Fitted and wrote %s in %.1f s", path, seconds)
     with examples.opened(path) as file:

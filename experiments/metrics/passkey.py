@@ -3,7 +3,7 @@
 import difflib
 from collections.abc import Sequence
 
-from kvjax.experiments.metrics.question_answering import normalize
+from kvjax.experiments.metrics.longbench import normalize
 from kvjax.models.tokenizer import Tokenizer
 
 

@@ -3,11 +3,9 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from kvjax.experiments.metrics import (
-  classification,
-  code,
+  longbench,
   math,
   passkey,
-  question_answering,
   rouge,
   string_match,
 )
@@ -85,7 +83,7 @@ def _named(measure: Callable[[str, str, Sequence[str]], float]) -> Metric:
 
 def _code(sample: Sample, prediction: str) -> dict[str, float]:
   """Computes both similarities of fuzzywuzzy, the main one by Levenshtein."""
-  names = {"score": code.code_sim, "difflib": code.code_sim_difflib}
+  names = {"score": longbench.code_sim, "difflib": longbench.code_sim_difflib}
   return {
     name: _longbench(measure)(sample, prediction)["score"]
     for name, measure in names.items()
@@ -148,21 +146,21 @@ def _of_cut(
 METRICS: dict[str, Metric] = {
   "string_match_all": _string_match_all,
   "string_match_part": _string_match_part,
-  "qa_f1": _longbench(question_answering.qa_f1),
-  "qa_f1_zh": _longbench(question_answering.qa_f1_zh),
+  "qa_f1": _longbench(longbench.qa_f1),
+  "qa_f1_zh": _longbench(longbench.qa_f1_zh),
   "rouge": _longbench(rouge.rouge_l),
   "rouge_zh": _longbench(rouge.rouge_l_zh),
-  "classification": _named(classification.classification),
-  "count": _longbench(classification.count),
-  "retrieval": _longbench(classification.retrieval),
-  "retrieval_zh": _longbench(classification.retrieval_zh),
+  "classification": _named(longbench.classification),
+  "count": _longbench(longbench.count),
+  "retrieval": _longbench(longbench.retrieval),
+  "retrieval_zh": _longbench(longbench.retrieval_zh),
   "code_sim": _code,
   "needle": _needle,
   "passkey": _passkey,
   "math": _math,
   "rouge_official": _longbench(rouge.rouge_l_official, official=True),
   "rouge_zh_official": _longbench(rouge.rouge_l_zh_official, official=True),
-  "classification_official": _named(classification.classification_official),
+  "classification_official": _named(longbench.classification_official),
 }
 
 # The metrics that differ in LongBench's own code, with their counterparts.

@@ -37,7 +37,7 @@ class _Report:
     self._console = console
     text = f"{experiment.id} {experiment.paper}: {experiment.title}"
     self._console.print(f"\n{text}", style="bold", markup=False)
-    self._parts = [f"# {formats.escaped(text)}"]
+    self._parts: list[str | Table] = [f"# {formats.escaped(text)}"]
 
   def say(self, text: str) -> None:
     self._console.print(text, markup=False)
@@ -49,7 +49,7 @@ class _Report:
 
   def show(self, table: Table) -> None:
     self._console.print(table)
-    self._parts.append(formats.to_markdown(table).rstrip())
+    self._parts.append(table)
 
   def picture(self, name: str) -> None:
     self._parts.append(f"![{name}]({name})")
@@ -59,8 +59,7 @@ class _Report:
   ) -> None:
     """Quotes the paper, and writes paper.md and paper.json."""
     self.quote(experiment)
-    text = "\n\n".join(self._parts) + "\n"
-    outputs.write_text(folder / "paper.md", text)
+    outputs.write_text(folder / "paper.md", formats.document(*self._parts))
     outputs.write_json(folder / "paper.json", data)
     self._console.print(
       f"Written to {folder / 'paper.md'}", markup=False, soft_wrap=True

@@ -5,8 +5,7 @@
 A first request of a kind compiles; callers repeat requests to leave that out.
 """
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -16,7 +15,7 @@ import numpy as np
 import kvjax
 from kvjax.experiments import cli
 from kvjax.experiments.peers.serving import serve
-from kvjax.experiments.timing import layer_compression
+from kvjax.experiments.timing import layer_compression, stopwatch
 from kvjax.model import Geometry
 from kvjax.models.pretrained import load_decoder
 
@@ -42,8 +41,9 @@ class Side:
     """Measures bytes per second of copies and operations of products."""
     size, copied = 2048, 2**27
     matrix, array = jnp.ones((size, size)), jnp.ones(copied)
-    product = _fastest(jax.jit(lambda x: x @ x), matrix)
-    copy = _fastest(jax.jit(lambda x: x + 1), array)
+    multiply, add = jax.jit(lambda x: x @ x), jax.jit(lambda x: x + 1)
+    product = min(stopwatch.repeated(lambda: multiply(matrix), 5))
+    copy = min(stopwatch.repeated(lambda: add(array), 5))
     return {"bytes": 8 * copied / copy, "operations": 2 * size**3 / product}
 
   def prefill(
@@ -51,9 +51,7 @@ class Side:
   ) -> float:
     """Prefills prompts and compresses their cache."""
     prompts = self._prompts(rows, length)
-    begin = time.perf_counter()
-    jax.block_until_ready(self._prefill(method, retention, prompts))
-    return time.perf_counter() - begin
+    return stopwatch.seconds(lambda: self._prefill(method, retention, prompts))
 
   def decode(
     self, method: str, retention: float, rows: int, length: int, new_tokens: int
@@ -64,11 +62,9 @@ class Side:
     )
     jax.block_until_ready(cache)
     decoding = kvjax.Decoding(max_new_tokens=new_tokens)
-    begin = time.perf_counter()
-    jax.block_until_ready(
-      kvjax.generate(self._model, self._params, cache, logits, decoding)
+    return stopwatch.seconds(
+      lambda: kvjax.generate(self._model, self._params, cache, logits, decoding)
     )
-    return time.perf_counter() - begin
 
   def answer(
     self,
@@ -83,15 +79,17 @@ class Side:
     ]
     prompts = self._prompts(rows, length)
     decoding = kvjax.Decoding(max_new_tokens=new_tokens)
-    begin = time.perf_counter()
-    for start in range(0, rows, _BATCH):
-      part = slice(start, start + _BATCH)
-      batch = kvjax.Prompts(prompts.tokens[part], prompts.lengths[part])
-      caches, logits = kvjax.sweep(self._model, self._params, batch, plans)
-      jax.block_until_ready(
-        kvjax.generate(self._model, self._params, caches, logits, decoding)
-      )
-    return time.perf_counter() - begin
+
+    def answer() -> None:
+      for start in range(0, rows, _BATCH):
+        part = slice(start, start + _BATCH)
+        batch = kvjax.Prompts(prompts.tokens[part], prompts.lengths[part])
+        caches, logits = kvjax.sweep(self._model, self._params, batch, plans)
+        jax.block_until_ready(
+          kvjax.generate(self._model, self._params, caches, logits, decoding)
+        )
+
+    return stopwatch.seconds(answer)
 
   def compress(
     self,
@@ -118,16 +116,6 @@ class Side:
   ) -> tuple[kvjax.Cache, Any]:
     plan = kvjax.get_plan(method, kvjax.Retention(retention))
     return kvjax.prefill(self._model, self._params, prompts, plan)
-
-
-def _fastest(call: Callable[[Any], Any], argument: Any) -> float:
-  """Seconds of the fastest of some calls, after one that compiles."""
-  seconds = []
-  for _ in range(6):
-    begin = time.perf_counter()
-    jax.block_until_ready(call(argument))
-    seconds.append(time.perf_counter() - begin)
-  return min(seconds[1:])
 
 
 if __name__ == "__main__":

@@ -1,9 +1,8 @@
 """The tables of a comparison: a few tasks at one length, side by side."""
 
 import rich.console
-import rich.text
 
-from kvjax.experiments.report import formats, tables, wording
+from kvjax.experiments.report import formats, run_tables, tables, wording
 from kvjax.experiments.report.formats import Table
 from kvjax.experiments.report.means import complete, means, ranked, reads_less
 from kvjax.experiments.report.run_files import Record
@@ -12,16 +11,13 @@ from kvjax.experiments.report.run_files import Record
 def markdown(record: Record) -> str:
   """Formats settings and all tables."""
   summary = record.summary
-  parts = (
+  return formats.document(
     f"**{wording.title(summary)}**",
     formats.escaped(wording.headline(summary)),
-    *(
-      formats.to_markdown(table).rstrip()
-      for table in (*_overview(record), _details(record))
-    ),
+    *_overview(record),
+    _details(record),
     wording.circumstances(summary),
   )
-  return "\n\n".join(filter(None, parts)) + "\n"
 
 
 def terminal(record: Record) -> rich.console.Group:
@@ -29,16 +25,9 @@ def terminal(record: Record) -> rich.console.Group:
 
   If there are several budgets, the details are those of the middle one.
   """
-  summary = record.summary
   overview = _overview(record)
   shown = tables.at_middle(record) if overview else record
-  return rich.console.Group(
-    rich.text.Text(wording.title(summary)),
-    rich.text.Text(wording.headline(summary)),
-    *overview,
-    _details(shown),
-    rich.text.Text(wording.circumstances(summary), style="dim"),
-  )
+  return run_tables.framed(record.summary, [*overview, _details(shown)])
 
 
 def _overview(record: Record) -> list[Table]:

@@ -74,6 +74,15 @@ def to_markdown(table: Table, code: bool = False) -> str:
   return f"**{escaped(table.title)}**\n\n{text}" if table.title else text
 
 
+def document(*blocks: str | Table) -> str:
+  """Joins paragraphs of Markdown and tables; empty texts are left out."""
+  texts = (
+    to_markdown(block).rstrip() if isinstance(block, Table) else block
+    for block in blocks
+  )
+  return "\n\n".join(filter(None, texts)) + "\n"
+
+
 def grid(
   header: Sequence[str],
   lines: Iterable[Sequence[str]],

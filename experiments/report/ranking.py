@@ -164,16 +164,16 @@ class Leaderboard(NamedTuple):
     Args:
       plots: file names of the groups' plots.
     """
-    sections = [
-      f"## {formats.escaped(group.title)}\n\n"
-      + formats.to_markdown(group.scores)
-      + f"\n![Score against retention]({plot})\n\n"
-      + formats.to_markdown(group.table._replace(title=""))
-      + "".join(f"\n{formats.escaped(note)}\n" for note in group.notes)
-      for group, plot in zip(self.groups, plots, strict=True)
-    ]
-    remarks = [f"{formats.escaped(sentence)}\n" for sentence in self.remarks]
-    return "\n".join(["# Leaderboard\n", *sections, *remarks])
+    blocks: list[str | Table] = ["# Leaderboard"]
+    for group, plot in zip(self.groups, plots, strict=True):
+      blocks += [
+        f"## {formats.escaped(group.title)}",
+        group.scores,
+        f"![Score against retention]({plot})",
+        group.table._replace(title=""),
+        *map(formats.escaped, group.notes),
+      ]
+    return formats.document(*blocks, *map(formats.escaped, self.remarks))
 
   def to_html(self, plots: Sequence[bytes]) -> str:
     """Renders a self-contained page."""

@@ -4,25 +4,25 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from kvjax.experiments import exits
 
 
-class Ended(NamedTuple):
-  """How a program has ended.
+def run(module: str, arguments: Sequence[str]) -> None:
+  """Runs a program on the same terminal; see `ended`.
 
-  Attributes:
-    code: its exit code.
-    printed: what it wrote to stdout, if that was to be kept; else empty.
+  Raises:
+    SystemExit: it failed, with its own message.
   """
+  code, _ = ended(module, arguments)
+  if code:
+    raise SystemExit(code)
 
-  code: int
-  printed: str
 
-
-def run(module: str, arguments: Sequence[str], keep: bool = False) -> Ended:
-  """Runs a program on the same terminal.
+def ended(
+  module: str, arguments: Sequence[str], keep: bool = False
+) -> tuple[int, str]:
+  """Runs a program; returns its exit code and what was kept of its stdout.
 
   Signals that end this program end the other one likewise, which
   `subprocess.run` would kill, and the other way round.
@@ -51,4 +51,4 @@ def run(module: str, arguments: Sequence[str], keep: bool = False) -> Ended:
     raise KeyboardInterrupt
   if code in (-signal.SIGTERM, exits.PREEMPTED):
     raise exits.Preempted
-  return Ended(code, printed or "")
+  return code, printed or ""

@@ -1,7 +1,6 @@
 """Estimates how long work takes, from its operations and the device's rates."""
 
 import functools
-import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
@@ -13,6 +12,7 @@ from jaxtyping import Array
 from kvjax.experiments.run import multihost
 from kvjax.experiments.run.candidates import Candidate
 from kvjax.experiments.run.memory import cache_bytes
+from kvjax.experiments.timing import stopwatch
 from kvjax.models.pretrained import Pretrained
 from kvjax.struct import tree_bytes
 
@@ -176,10 +176,10 @@ def _prefill(
 def _time(run: Callable[[Array], Array], operand: Array) -> float:
   """Times a function of an array of the same shape, which it replaces."""
   program = jax.jit(run, donate_argnums=0)
-  seconds = []
-  for _ in range(1 + _ROUNDS):
-    began = time.monotonic()
-    operand = jax.block_until_ready(program(operand))
-    seconds.append(time.monotonic() - began)
-  # The first one compiles.
-  return min(seconds[1:])
+
+  def replace() -> Array:
+    nonlocal operand
+    operand = program(operand)
+    return operand
+
+  return min(stopwatch.repeated(replace, _ROUNDS))

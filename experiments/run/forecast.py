@@ -1,7 +1,6 @@
 """Says what a run costs before it starts."""
 
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -16,6 +15,7 @@ from kvjax.experiments.run.batching import Context
 from kvjax.experiments.run.comparison import Work
 from kvjax.experiments.run.memory import cache_bytes
 from kvjax.experiments.run.prompting import Shape
+from kvjax.experiments.timing import stopwatch
 from kvjax.models.pretrained import Pretrained
 
 _MINUTE = 60.0
@@ -105,7 +105,7 @@ class Pace(NamedTuple):
       share: padded tokens of all batches, over those of this one.
       shapes: number of the shapes of batches, each of which compiles.
     """
-    first, again = _time(run), _time(run)
+    first, again = stopwatch.seconds(run), stopwatch.seconds(run)
     own = max(share / multihost.sharing(), 1.0)
     total = again * own + shapes * max(first - again, 0.0)
     return cls(contexts, first, again, total)
@@ -159,12 +159,6 @@ def forecast(lm: Pretrained, work: Work) -> Forecast:
     shapes = len({shape for shape, _ in work.batches})
     pace = Pace.measure(answer, len(contexts), share=share, shapes=shapes)
   return Forecast(cost_of(work), table, pace)
-
-
-def _time(run: Callable[[], None]) -> float:
-  began = time.monotonic()
-  run()
-  return time.monotonic() - began
 
 
 def _size(batch: tuple[Shape, list[Context]]) -> int:

@@ -6,11 +6,12 @@ methods. Each may have its own machine and package versions.
 
 import dataclasses
 import pathlib
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from kvjax.errors import InputError
-from kvjax.experiments.run import outputs, typed_records
+from kvjax.experiments.run import environment, multihost, outputs, typed_records
 from kvjax.models.json_files import read_json_if_present
 
 
@@ -30,23 +31,34 @@ class Process:
 
 
 class Processes:
-  """The processes in `processes.json` of a folder, the current one last.
+  """The processes in `processes.json` of a folder, this one last.
 
   The file is updated with every few answers, so it also covers killed runs.
-
-  Attributes:
-    path: the file.
   """
 
-  def __init__(self, folder: pathlib.Path):
+  def __init__(
+    self,
+    folder: pathlib.Path,
+    device: str,
+    began: float,
+    spent: Callable[[], Mapping[str, float]] = dict,
+  ):
     """Reads the earlier processes.
+
+    Args:
+      folder: folder of the file, which `note` creates.
+      device: the device of this process.
+      began: its start, by `time.monotonic`.
+      spent: returns its seconds per phase so far.
 
     Raises:
       InputError: the file has another format.
     """
-    self.path = folder / "processes.json"
+    self._path = folder / "processes.json"
+    self._device, self._began, self._spent = device, began, spent
+    self._noted = False
     self._earlier: list[Process] = []
-    content = read_json_if_present(self.path)
+    content = read_json_if_present(self._path)
     if not content:
       return
     try:
@@ -55,29 +67,30 @@ class Processes:
         self._earlier.append(typed_records.make(Process, fields))
     except ValueError as error:
       raise InputError(
-        f"{self.path} is not what a run writes ({error}); remove it."
+        f"{self._path} is not what a run writes ({error}); remove it."
       ) from error
 
-  def note(self, current: Process) -> None:
-    """Writes or updates the record of the current process."""
-    processes = [
-      dataclasses.asdict(process) for process in (*self._earlier, current)
-    ]
-    outputs.write_json(self.path, {"processes": processes}, outputs.ANSWERS)
+  def note(self) -> None:
+    """Writes how long this process has taken, for one that resumes the run."""
+    self._noted = True
+    if multihost.is_first():
+      processes = map(dataclasses.asdict, (*self._earlier, self._current()))
+      outputs.write_json(
+        self._path, {"processes": list(processes)}, outputs.ANSWERS
+      )
 
-  def summary(self, current: Process, answered: bool) -> dict[str, Any]:
-    """Merges the records of all processes that generated answers.
+  def summary(self) -> dict[str, Any]:
+    """Merges all processes that did a part, and notes the time of this one.
 
-    Different values are listed, times are added up.
-
-    Args:
-      current: record of the current process.
-      answered: whether the current process generated answers.
+    Different devices and versions are listed, seconds are added up. A process
+    that found nothing left to do counts only where no other one is known.
     """
-    processes = [
-      *self._earlier,
-      *([current] if answered or not self._earlier else []),
-    ]
+    if self._noted:
+      # What comes after the last part counts, too.
+      self.note()
+    processes = list(self._earlier)
+    if self._noted or not processes:
+      processes.append(self._current())
     return {
       "device": _join_distinct(process.device for process in processes),
       "versions": {
@@ -93,6 +106,18 @@ class Processes:
         for name in _names([process.seconds for process in processes])
       },
     }
+
+  def remove(self) -> None:
+    """Removes the file, of a run that is done."""
+    self._path.unlink(missing_ok=True)
+
+  @property
+  def seconds(self) -> dict[str, float]:
+    """Seconds of this process per phase, and in total."""
+    return {**self._spent(), "total": time.monotonic() - self._began}
+
+  def _current(self) -> Process:
+    return Process(self._device, environment.versions(), self.seconds)
 
 
 def _join_distinct(values: Iterable[str]) -> str:

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 from kvjax.experiments.benchmarks import hub
 from kvjax.experiments.run.line_files import Line
-from kvjax.experiments.run.line_files import check_writable as check_writable
 from kvjax.experiments.run.prompting import QUERY_AGNOSTIC, Protocol
 from kvjax.experiments.run.shared_lines import SharedLines
 from kvjax.experiments.tasks.sample import Sample

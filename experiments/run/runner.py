@@ -3,7 +3,6 @@
 import dataclasses
 import pathlib
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -21,7 +20,7 @@ from kvjax.experiments.run import (
 )
 from kvjax.experiments.run.answering import Seconds
 from kvjax.experiments.run.candidates import Candidate
-from kvjax.experiments.run.processes import Process, Processes
+from kvjax.experiments.run.processes import Processes
 from kvjax.experiments.run.progress_bar import progress_bar
 from kvjax.experiments.run.prompting import QUERY_AWARE, Protocol
 from kvjax.experiments.run.results import Answer, Key
@@ -94,17 +93,14 @@ def answer(job: Job, began: float) -> Run:
   work = comparison.pending(
     lm, chosen, samples, store, batch, settings.protocol
   )
-  processes = Processes(folder)
-  new = len(work.missing)
-  device, versions = environment.device(devices), environment.versions()
   spent = Seconds()
-
-  def process() -> Process:
-    total = time.monotonic() - began
-    return Process(
-      device, versions, dataclasses.asdict(spent) | {"total": total}
-    )
-
+  processes = Processes(
+    folder,
+    environment.device(devices),
+    began,
+    lambda: dataclasses.asdict(spent),
+  )
+  new = len(work.missing)
   doing = "compiling" if new else "nothing is new"
   logging.info("%s has %d answers already", folder, len(store.records))
   _announce(lm, work)
@@ -112,21 +108,19 @@ def answer(job: Job, began: float) -> Run:
 
     def on_answers(task: str, count: int) -> None:
       advance(task, count)
-      if multihost.is_first():
-        processes.note(process())
+      processes.note()
 
     comparison.answer_all(lm, work, store, on_answers, spent)
-  current = process()
   first_from_full = first_token_from_full_prompt(settings.protocol, chosen)
   summary = dataclasses.asdict(settings) | {
     "decoding": _decoding(samples),
-    **processes.summary(current, answered=new > 0),
+    **processes.summary(),
     "rows": summaries.summarize(_sort_answers(store, wanted), first_from_full),
   }
   answers = [store.records[key] for key in dict.fromkeys(wanted)]
   if not first_from_full:
     answers = summaries.with_same_first_token(answers)
-  return Run(summary, answers, new, len(wanted) - new, current.seconds)
+  return Run(summary, answers, new, len(wanted) - new, processes.seconds)
 
 
 def foresee(job: Job) -> forecast.Forecast:

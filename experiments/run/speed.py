@@ -3,11 +3,8 @@
 import dataclasses
 import pathlib
 import statistics
-import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
-
-import jax
 
 import kvjax
 from kvjax.experiments.run import prefilling
@@ -17,6 +14,7 @@ from kvjax.experiments.run.line_files import Line, LineFile
 from kvjax.experiments.run.progress_bar import progress_bar
 from kvjax.experiments.run.prompting import Prompt, Protocol, Shape
 from kvjax.experiments.run.results import Samples, Settings
+from kvjax.experiments.timing import stopwatch
 from kvjax.models.pretrained import Pretrained
 
 # Least decoded tokens per measurement.
@@ -175,17 +173,13 @@ def _time(
   later = candidate.plan.while_decoding
   every = None if later is None else later.schedule.every
   count = max(_TOKENS, every or 0)
-  began = _now()
-  (result,) = jax.block_until_ready(
-    prefilling.prefill_all(lm, [candidate.plan], contexts)
+  (result,), prefill = stopwatch.timed(
+    lambda: prefilling.prefill_all(lm, [candidate.plan], contexts)
   )
-  prefilled = _now()
-  answer = kvjax.generate(
-    lm.model, lm.params, result.cache, result.logits, kvjax.Decoding(count)
+  decoding = kvjax.Decoding(count)
+  answer = stopwatch.seconds(
+    lambda: kvjax.generate(
+      lm.model, lm.params, result.cache, result.logits, decoding
+    )
   )
-  jax.block_until_ready(answer.tokens)
-  return _Seconds(prefilled - began, (_now() - prefilled) / count)
-
-
-def _now() -> float:
-  return time.monotonic()
+  return _Seconds(prefill, answer / count)

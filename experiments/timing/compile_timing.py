@@ -1,12 +1,10 @@
 """Times a first call, which compiles, and a later one."""
 
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import jax
-
 from kvjax.experiments.report.formats import Table
+from kvjax.experiments.timing import stopwatch
 
 
 class Timed(NamedTuple):
@@ -32,13 +30,9 @@ class Timed(NamedTuple):
 
 def twice(name: str, layers: int, call: Callable[[], Any]) -> tuple[Any, Timed]:
   """Calls a program of L layers twice; returns its last result, too."""
-  seconds = []
-  for _ in range(2):
-    begin = time.perf_counter()
-    result = call()
-    jax.block_until_ready(jax.tree.leaves(result))
-    seconds.append(time.perf_counter() - begin)
-  return result, Timed(name, layers, *seconds)
+  _, first = stopwatch.timed(call)
+  result, later = stopwatch.timed(call)
+  return result, Timed(name, layers, first, later)
 
 
 HEADING = ("program", "layers", "first call", "later call", "compiling")

@@ -1,7 +1,7 @@
 """Times decoding from caches of several sizes."""
 
+import functools
 import statistics
-import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ import kvjax
 from kvjax.experiments.report.formats import Table
 from kvjax.experiments.run import prefilling, progress_bar
 from kvjax.experiments.run.candidates import Candidate
-from kvjax.experiments.timing import kernel_timing
+from kvjax.experiments.timing import kernel_timing, stopwatch
 from kvjax.experiments.timing.kernel_timing import Copies
 from kvjax.models.pretrained import Pretrained
 from kvjax.struct import tree_bytes
@@ -66,18 +66,19 @@ def measure(
   decoding = kvjax.Decoding(tokens)
 
   def decode(result: prefilling.Prefilled) -> float:
-    began = time.perf_counter()
-    jax.block_until_ready(
-      kvjax.generate(lm.model, lm.params, result.cache, result.logits, decoding)
+    return stopwatch.seconds(
+      lambda: kvjax.generate(
+        lm.model, lm.params, result.cache, result.logits, decoding
+      )
     )
-    return time.perf_counter() - began
 
   for result in progress_bar.track(results, "compiling"):
     decode(result)
   copy = kernel_timing.copies(kernel_timing.COPIED)
-  turns = progress_bar.track(range(rounds), "timing")
-  seconds = [(copy(), *map(decode, results)) for _ in turns]
-  copied, *times_of = zip(*seconds, strict=True)
+  copied, *times_of = stopwatch.in_turns(
+    [copy, *(functools.partial(decode, result) for result in results)],
+    progress_bar.track(range(rounds), "timing"),
+  )
   return Copies(2 * kernel_timing.COPIED, copied), [
     Decoded(
       candidate,

@@ -1,7 +1,7 @@
 """Times evictions while decoding, beside the steps between them."""
 
+import functools
 import statistics
-import time
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -17,6 +17,7 @@ from kvjax.engine.prepared import PreparedPlan
 from kvjax.experiments.report.formats import Table
 from kvjax.experiments.run import progress_bar
 from kvjax.experiments.run.candidates import seeded
+from kvjax.experiments.timing import stopwatch
 from kvjax.models.pretrained import Pretrained
 
 # What evicts, unless methods are named.
@@ -98,27 +99,31 @@ def measure(
     ]
 
   def step() -> float:
-    began = time.perf_counter()
     decoding = kvjax.Decoding(every)
-    jax.block_until_ready(
-      kvjax.generate(lm.model, lm.params, cache, logits, decoding)
+    return (
+      stopwatch.seconds(
+        lambda: kvjax.generate(lm.model, lm.params, cache, logits, decoding)
+      )
+      / every
     )
-    return (time.perf_counter() - began) / every
 
-  def evict(one: _Full) -> tuple[float, kvjax.Cache]:
+  def copied(one: _Full) -> kvjax.Cache:
     # As in the loop of decoding, the cache is changed in place.
-    copy = jax.block_until_ready(jax.tree.map(jnp.copy, one.cache))
-    began = time.perf_counter()
-    after = jax.block_until_ready(_evict(lm.model, one.prepared, copy))
-    return time.perf_counter() - began, after
+    return jax.block_until_ready(jax.tree.map(jnp.copy, one.cache))
+
+  def evict(one: _Full) -> float:
+    cache = copied(one)
+    return stopwatch.seconds(lambda: _evict(lm.model, one.prepared, cache))
 
   step()
   kept = []
   for one in progress_bar.track(full, "compiling"):
-    kept.append(float(np.mean(evict(one)[1].lengths)))
-  turns = progress_bar.track(range(rounds), "timing")
-  seconds = [(step(), *(evict(one)[0] for one in full)) for _ in turns]
-  steps, *times_of = map(list, zip(*seconds, strict=True))
+    after = _evict(lm.model, one.prepared, copied(one))
+    kept.append(float(np.mean(after.lengths)))
+  steps, *times_of = stopwatch.in_turns(
+    [step, *(functools.partial(evict, one) for one in full)],
+    progress_bar.track(range(rounds), "timing"),
+  )
   return steps, [
     Evicted(name, mean, times)
     for name, mean, times in zip(plans, kept, times_of, strict=True)

@@ -17,7 +17,7 @@ from kvjax.experiments.run import (
   tuned_tables,
 )
 from kvjax.experiments.run.progress_bar import progress_bar
-from kvjax.experiments.timing import kernel_checks, kernel_timing
+from kvjax.experiments.timing import kernel_checks, kernel_timing, stopwatch
 from kvjax.experiments.timing.kernel_timing import PALLAS, XLA
 from kvjax.kernels import tuning
 from kvjax.kernels.specs import Choices
@@ -70,10 +70,8 @@ def measure(choices: Choices, rounds: int, seed: int) -> list[Tried]:
           raise
         said = f"does not compile ({reason})"
     candidates.append((options, said))
-  seconds: dict[int, list[float]] = {number: [] for number in timers}
-  for _ in range(rounds):
-    for number, timer in timers.items():
-      seconds[number].append(timer())
+  taken = stopwatch.in_turns(list(timers.values()), range(rounds))
+  seconds = dict(zip(timers, taken, strict=True))
   return [
     Tried(
       options,

@@ -4,8 +4,8 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from kvjax.errors import InputError
-from kvjax.experiments.report import benchmark_tables, wording
+from kvjax.experiments import cli
+from kvjax.experiments.report import wording
 from kvjax.experiments.report.formats import Table
 from kvjax.experiments.timing.kernel_timing import XLA, Copies, Timed
 from kvjax.kernels.specs import Spec
@@ -29,12 +29,7 @@ def chosen[T](
   Raises:
     InputError: an operation is unknown, or there are no names.
   """
-  known = list(dict.fromkeys(name for name, _ in specs))
-  for name in only:
-    if name not in known:
-      raise InputError(f"--only has {name!r}; there are {', '.join(known)}.")
-  if not only:
-    raise InputError(f"--only is empty; there are {', '.join(known)}.")
+  cli.refuse_unknown("only", only, dict.fromkeys(name for name, _ in specs))
   return [(name, spec) for name, spec in specs if name in only]
 
 
@@ -63,18 +58,9 @@ def rows(
     yield row
 
 
-def to_markdown(summary: Mapping[str, Any]) -> str:
-  """Formats the table with its settings."""
-  table = Table("", HEADING, [_cells(row) for row in summary["rows"]])
-  speeds = [row["copies_per_second"] for row in summary["rows"]]
-  about = (
-    f"Median of {wording.count(summary['rounds'], 'round')}, seed "
-    f"{summary['seed']}, on {summary['device']}; interleaved copies of "
-    f"{summary['copied_bytes'] >> 20} MiB moved "
-    f"{benchmark_tables.speeds(speeds)}; "
-    f"{wording.versions(summary['versions'])}."
-  )
-  return benchmark_tables.markdown(table, about)
+def table(rows: Sequence[Mapping[str, Any]]) -> Table:
+  """Builds the table of rows of summary.json."""
+  return Table("", HEADING, [_cells(row) for row in rows])
 
 
 def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -12,6 +11,7 @@ import numpy as np
 from jaxtyping import Array, Int, PyTree
 
 from kvjax import kernels
+from kvjax.experiments.timing import stopwatch
 from kvjax.kernels.specs import Spec
 
 XLA: kernels.Implementation = "xla"
@@ -94,9 +94,9 @@ def measure(
     for name, run in _programs(spec)
     if results_of[name] is not None
   }
-  timers = [copies(copied), *served.values()]
-  seconds = [[timer() for timer in timers] for _ in range(rounds)]
-  of_copies, *of_programs = zip(*seconds, strict=True)
+  of_copies, *of_programs = stopwatch.in_turns(
+    [copies(copied), *served.values()], range(rounds)
+  )
   taken = dict(zip(served, of_programs, strict=True))
   return Copies(2 * copied, of_copies), [
     Timed(
@@ -165,13 +165,7 @@ def _repeated(
   run: Callable[..., Any], operands: Sequence[Any], uses: int
 ) -> _Seconds:
   compiled = jax.jit(_program(run, uses)).lower(*operands).compile()
-
-  def seconds() -> float:
-    began = time.perf_counter()
-    jax.block_until_ready(compiled(*operands))
-    return time.perf_counter() - began
-
-  return seconds
+  return lambda: stopwatch.seconds(lambda: compiled(*operands))
 
 
 def _program(run: Callable[..., Any], uses: int) -> Callable[..., Any]:

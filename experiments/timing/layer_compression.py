@@ -1,7 +1,6 @@
 """A layer of a prompt: its attention, and how its cache is compressed."""
 
 import dataclasses
-import time
 from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
@@ -15,6 +14,7 @@ from kvjax.engine.compress import Evaluation, evaluate_layer
 from kvjax.engine.evaluate import evaluate_all, find_evaluated, list_evaluations
 from kvjax.engine.preparing import prepare
 from kvjax.errors import InputError
+from kvjax.experiments.timing import stopwatch
 from kvjax.kernels.prompt_attention.api import prompt_attention
 from kvjax.model import Geometry
 from kvjax.testing import TinyModel
@@ -95,17 +95,18 @@ class Compression:
     """Scores and compacts the layer; see `Operation`."""
     plan, length = self.plan, activations.positions.shape[1]
     prompts = kvjax.Prompts.of([[0] * length], padded=length)
+
+    def compress() -> kvjax.Cache:
+      prepared = prepare(plan, prompts, geometry)
+      requests = list_evaluations(0, [plan], [prepared], geometry)
+      evaluations = evaluate_all(0, activations, requests, {})
+      builder = CacheBuilder(TinyModel(geometry), prepared, None)
+      evaluated = find_evaluated(plan, evaluations)
+      builder.keep(0, activations.only(()), evaluated)
+      return builder.cache(jnp.asarray(prompts.lengths))
+
     jax.block_until_ready(activations)
-    begin = time.perf_counter()
-    prepared = prepare(plan, prompts, geometry)
-    requests = list_evaluations(0, [plan], [prepared], geometry)
-    evaluations = evaluate_all(0, activations, requests, {})
-    builder = CacheBuilder(TinyModel(geometry), prepared, None)
-    evaluated = find_evaluated(plan, evaluations)
-    builder.keep(0, activations.only(()), evaluated)
-    lengths = jnp.asarray(prompts.lengths)
-    jax.block_until_ready(builder.cache(lengths))
-    return time.perf_counter() - begin
+    return stopwatch.seconds(compress)
 
   def temporary_bytes(
     self, geometry: Geometry, length: int, dtype: str = "float32"
@@ -126,9 +127,7 @@ class Attention:
   def seconds(self, geometry: Geometry, activations: Activations) -> float:
     """Attends from every token; see `Operation`."""
     jax.block_until_ready(activations)
-    begin = time.perf_counter()
-    jax.block_until_ready(_attend(activations))
-    return time.perf_counter() - begin
+    return stopwatch.seconds(lambda: _attend(activations))
 
   def temporary_bytes(
     self, geometry: Geometry, length: int, dtype: str = "float32"

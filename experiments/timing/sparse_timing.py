@@ -1,8 +1,8 @@
 """Times the attention of a layer to all keys, and to what is retrieved."""
 
 import functools
+import itertools
 import statistics
-import time
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -19,7 +19,7 @@ from kvjax.errors import InputError
 from kvjax.experiments.report import wording
 from kvjax.experiments.report.formats import Table
 from kvjax.experiments.run import progress_bar
-from kvjax.experiments.timing import kernel_timing
+from kvjax.experiments.timing import kernel_timing, stopwatch
 from kvjax.experiments.timing.index_builders import (
   KEY_CENTERS,
   QUERY_CENTERS,
@@ -109,26 +109,27 @@ def measure(
     stacks[name] = jax.tree.map(lambda x: x[None], grown)
   reads = {name: float(np.mean(s.num_attended)) for name, s in stacks.items()}
   del prompt
+  starts = {name: itertools.count(length, _TOKENS) for name in names}
 
-  def attend(name: str, turn: int) -> float:
-    start = length + turn * _TOKENS
-    tokens = jax.block_until_ready(_tokens(drawn, start))
-    began = time.perf_counter()
-    stacks[name], _ = jax.block_until_ready(_decode(stacks[name], tokens))
-    return (time.perf_counter() - began) / _TOKENS
+  def attend(name: str) -> float:
+    tokens = jax.block_until_ready(_tokens(drawn, next(starts[name])))
+    (stacks[name], _), seconds = stopwatch.timed(
+      lambda: _decode(stacks[name], tokens)
+    )
+    return seconds / _TOKENS
 
   for name in progress_bar.track(names, "compiling"):
-    attend(name, 0)
-  copy = kernel_timing.copies(kernel_timing.COPIED)
-  copied: list[float] = []
-  seconds: dict[str, list[float]] = {name: [] for name in names}
-  for turn in progress_bar.track(range(1, 1 + rounds), "timing"):
-    copied.append(copy())
-    for name in names:
-      seconds[name].append(attend(name, turn))
+    attend(name)
+  copied, *times_of = stopwatch.in_turns(
+    [
+      kernel_timing.copies(kernel_timing.COPIED),
+      *(functools.partial(attend, name) for name in names),
+    ],
+    progress_bar.track(range(rounds), "timing"),
+  )
   return Copies(2 * kernel_timing.COPIED, copied), [
-    Attended(name, sizes[name], reads[name], seconds[name], indexing[name])
-    for name in names
+    Attended(name, sizes[name], reads[name], times, indexing[name])
+    for name, times in zip(names, times_of, strict=True)
   ]
 
 
@@ -186,11 +187,7 @@ def _layer(
     .compile()
   )
   jax.block_until_ready(prompt)
-  began = time.perf_counter()
-  sparse: SparseLayer | None = jax.block_until_ready(
-    index(layer, cache, prompt, count)
-  )
-  return sparse, time.perf_counter() - began
+  return stopwatch.timed(lambda: index(layer, cache, prompt, count))
 
 
 def _draw(seed: int, length: int, heads: Heads) -> Activations:

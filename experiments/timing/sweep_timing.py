@@ -1,7 +1,7 @@
 """Times one shared prefill against a prefill per cache."""
 
+import functools
 import statistics
-import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -14,6 +14,7 @@ from kvjax.experiments.run import progress_bar
 from kvjax.experiments.run.answering import Reply, Seconds, replies
 from kvjax.experiments.run.candidates import Candidate
 from kvjax.experiments.run.prompting import Prompt, Shape
+from kvjax.experiments.timing import stopwatch
 from kvjax.models.pretrained import Pretrained
 
 
@@ -50,10 +51,7 @@ def measure(
     return [reply for group in groups for reply in group]
 
   def timed(groups: Sequence[Sequence[Candidate]]) -> float:
-    began = time.perf_counter()
-    for group in groups:
-      answer(group)
-    return time.perf_counter() - began
+    return stopwatch.seconds(lambda: list(map(answer, groups)))
 
   alone = [[candidate] for candidate in chosen]
   with rich.console.Console(stderr=True).status("compiling the sweep"):
@@ -65,9 +63,12 @@ def measure(
       "A sweep answers otherwise than its methods alone: rounding decides "
       "between tokens; compare with --dtype=float32."
     )
-  turns = progress_bar.track(range(rounds), "timing")
-  seconds = [(timed([chosen]), timed(alone)) for _ in turns]
-  return Timing([one for one, _ in seconds], [other for _, other in seconds])
+  return Timing(
+    *stopwatch.in_turns(
+      [functools.partial(timed, groups) for groups in ([chosen], alone)],
+      progress_bar.track(range(rounds), "timing"),
+    )
+  )
 
 
 HEADING = ("caches", "one sweep, s", "one after another, s", "ratio", "range")

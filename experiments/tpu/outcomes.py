@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import rich.console
 
-from kvjax.errors import InputError
+from kvjax.experiments import cli
 from kvjax.experiments.run import outputs
 from kvjax.experiments.tpu import tables
 from kvjax.experiments.tpu.programs import KINDS, Outcome, Program
@@ -40,10 +40,8 @@ def chosen(
   """
   if only is None:
     return list(programs)
-  for name in only:
-    if all(name not in (p.kind, p.name) for p in programs):
-      known = dict.fromkeys([*KINDS, *(p.name for p in programs)])
-      raise InputError(f"--only has {name!r}; there are {', '.join(known)}.")
+  known = dict.fromkeys([*KINDS, *(p.name for p in programs)])
+  cli.refuse_unknown("only", only, known)
   return [p for p in programs if p.kind in only or p.name in only]
 
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from kvjax.activations import Activations
 from kvjax.engine.compress import Evaluated, Evaluation, evaluate_layer
-from kvjax.engine.layer_budgets import compressed_layers
+from kvjax.engine.layer_budgets import compresses
 from kvjax.engine.plans import Plan
 from kvjax.engine.prepared import PreparedPlan
 from kvjax.model import Geometry
@@ -36,9 +36,10 @@ def list_evaluations(
   requests: dict[Evaluation, bool] = {}
   for plan, ready in zip(plans, prepared, strict=True):
     evaluation = Evaluation.of(plan)
-    chosen = compressed_layers(plan, geometry)[layer]
     evicts = ready is None or not ready.keeps_all[layer]
-    scored = chosen and (evicts or evaluation in measured)
+    scored = (evicts or evaluation in measured) and compresses(
+      plan, geometry, layer
+    )
     if scored or evaluation.observer is not None:
       requests[evaluation] = requests.get(evaluation, False) or scored
   return requests

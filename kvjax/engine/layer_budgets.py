@@ -88,13 +88,16 @@ def kv_heads(plan: Plan, spec: LayerSpec) -> int:
   return spec.heads if plan.per_query_head else spec.kv_heads
 
 
+def compresses(plan: Plan, geometry: Geometry, layer: int) -> bool:
+  """Whether the plan's method evicts from a layer."""
+  keeps = plan.method.traits.keeps_layer(layer)
+  return geometry.layers[layer].compressible and not keeps
+
+
 def compressed_layers(plan: Plan, geometry: Geometry) -> tuple[bool, ...]:
   """For each layer, whether the plan's method evicts from it."""
-  traits = plan.method.traits
-  return tuple(
-    spec.compressible and not traits.keeps_layer(layer)
-    for layer, spec in enumerate(geometry.layers)
-  )
+  layers = range(geometry.num_layers)
+  return tuple(compresses(plan, geometry, layer) for layer in layers)
 
 
 def budget_sizes(plan: Plan, geometry: Geometry) -> Sizes:

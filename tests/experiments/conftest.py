@@ -81,6 +81,19 @@ def run_binary(tmp_path_factory):
   runner.stdout.close()
 
 
+@pytest.fixture(scope="session")
+def refusal(run_binary):
+  """Runs `python -m MODULE`; returns the one line that refuses it."""
+
+  def run(module, *arguments):
+    done = run_binary(module, *arguments)
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr
+    assert done.stderr.count("\n") == 1
+    return done.stderr
+
+  return run
+
+
 def pretrained(**fields):
   """A tiny random model with the vocabulary of the samples."""
   config = DecoderConfig.from_hf(

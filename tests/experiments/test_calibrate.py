@@ -197,7 +197,9 @@ def measured(lm, folder, on_new=lambda task, new: None, chosen=CHOSEN):
   store = Measurements(
     folder / "triples.jsonl", SETTINGS, Measurement, "measurement"
   )
-  return measuring.measure(lm, chosen, SAMPLES, store, 2, on_new)
+  work = comparison.pending(lm, chosen, SAMPLES, store, 2, apart=True)
+  measuring.measure(lm, work, store, on_new)
+  return [store.records[key] for key in comparison.wanted(chosen, SAMPLES)]
 
 
 def test_tokens_of_a_hybrid_are_those_of_the_layers_that_budgets_are_of(
@@ -288,9 +290,8 @@ def test_a_dry_run_counts_what_is_then_measured(tiny, tmp_path, capsys, caplog):
   announced = capsys.readouterr().err
   assert announced.startswith(f"{found._replace(pace=None)} Expect about ")
   with caplog.at_level("INFO", "absl"):
-    made = measuring.measure(
-      tiny, chosen, SAMPLES, store, 2, lambda task, new: None
-    )
+    measuring.measure(tiny, work, store, lambda task, new: None)
+  made = list(store.records.values())
   for one in work.batches:
     size = f"{len(one[1])} contexts of up to {one[0].context} tokens"
     assert f"Measured {size} with 2 caches in" in caplog.text

@@ -109,12 +109,9 @@ def test_the_program_writes_records_that_compare_reads(
 
 
 def test_a_quality_that_is_none_is_refused_before_anything_runs(
-  run_binary, tmp_path
+  refusal, tmp_path
 ):
   output = tmp_path / "calibration"
-  result = run_binary(
-    "kvjax.experiments.calibrate", "--tau=0", f"--output={output}"
-  )
-  assert result.returncode == 2
-  assert result.stderr.startswith("tau is the share of quality that is to be")
+  told = refusal("kvjax.experiments.calibrate", "--tau=0", f"--output={output}")
+  assert told.startswith("tau is the share of quality that is to be")
   assert not output.exists()

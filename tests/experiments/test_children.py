@@ -46,7 +46,7 @@ def test_an_interrupt_lets_the_program_that_runs_stop(program, tmp_path, keep):
   path = tmp_path / "state"
   threading.Thread(target=interrupt_once_there, args=(path,)).start()
   with pytest.raises(KeyboardInterrupt):
-    children.run(program(WAITING), [str(path)], keep=keep)
+    children.ended(program(WAITING), [str(path)], keep=keep)
   # It was not killed.
   assert path.read_text() == "stopped"
 
@@ -69,7 +69,9 @@ def test_a_program_that_is_ended_ends_what_started_it(program, ends, raised):
 
 def test_what_is_printed_is_shown_or_kept(program, capfd):
   name = program("import sys\nprint(sys.argv[1])\nsys.exit(3)")
-  assert children.run(name, ["shown"]) == (3, "")
+  with pytest.raises(SystemExit) as failed:
+    children.run(name, ["shown"])
+  assert failed.value.code == 3
   assert capfd.readouterr().out == "shown\n"
-  assert children.run(name, ["kept"], keep=True) == (3, "kept\n")
+  assert children.ended(name, ["kept"], keep=True) == (3, "kept\n")
   assert not capfd.readouterr().out

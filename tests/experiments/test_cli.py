@@ -98,7 +98,6 @@ def test_a_program_announces_its_time_in_the_words_of_its_help(
   ],
   ids=["fraction", "nothing", "word", "range"],
 )
-def test_values_are_refused_without_words_of_python(run_binary, argument, said):
-  done = run_binary("kvjax.experiments.evaluate", argument)
-  assert done.returncode == 2
-  assert done.stderr == f"{said}; --help lists the flags.\n"
+def test_values_are_refused_without_words_of_python(refusal, argument, said):
+  told = refusal("kvjax.experiments.evaluate", argument)
+  assert told == f"{said}; --help lists the flags.\n"

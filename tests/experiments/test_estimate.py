@@ -13,6 +13,7 @@ from kvjax.experiments.run import estimate
 from kvjax.experiments.run.candidates import candidates
 from kvjax.experiments.run.estimate import Batch, Rates
 from kvjax.experiments.run.memory import cache_bytes
+from kvjax.experiments.timing import stopwatch
 from kvjax.struct import tree_bytes
 
 from .conftest import pretrained
@@ -136,7 +137,7 @@ def test_devices_share_the_work_but_not_the_weights(tiny, seconds):
 def test_rates_are_a_third_of_what_is_measured(monkeypatch):
   # A clock by which the first call, which compiles, takes 50 s, others 2 s.
   ticks = itertools.accumulate(itertools.cycle([0, 50, 0, 2, 0, 2]))
-  monkeypatch.setattr(estimate.time, "monotonic", lambda: next(ticks))
+  monkeypatch.setattr(stopwatch.time, "perf_counter", lambda: next(ticks))
   rates = Rates.probe.__wrapped__(Rates, jnp.dtype("float32"))
   assert rates.operations == pytest.approx(2 * 1536**3 / 2 / 3)
   assert rates.nbytes == pytest.approx(2 * 2**26 / 2 / 3)

@@ -231,11 +231,11 @@ def test_needles_of_the_users_texts_after_compressed_questions(
   ],
 )
 def test_what_is_wrong_is_one_sentence(
-  binary, tiny_directory, tmp_path, arguments, sentence
+  refusal, tiny_directory, tmp_path, arguments, sentence
 ):
   output = tmp_path / "run"
-  result = binary(f"--model={tiny_directory}", f"--output={output}", *arguments)
-  assert result.returncode == 2, result.stderr
-  assert sentence in result.stderr
-  assert len(result.stderr.splitlines()) == 1
+  assert sentence in refusal(
+    *("kvjax.experiments.evaluate", f"--model={tiny_directory}"),
+    *(f"--output={output}", *arguments),
+  )
   assert not output.exists()

@@ -4,6 +4,7 @@ import dataclasses
 import json
 
 import pytest
+from made_runs import make_answer
 from odd_files import ODD, UNDECODED, UNREAD, refused, replace
 
 import kvjax
@@ -23,29 +24,7 @@ from kvjax.testing import TinyModel
 
 SETTINGS = Settings("tiny", "abc", "float32", 0)
 
-ANSWER = Answer(
-  task="niah_single_2",
-  length=320,
-  sample=0,
-  asked="0",
-  method="keydiff",
-  options="KeyDiff()",
-  budget="0.5",
-  retention=0.5,
-  context_tokens=100,
-  kept_tokens=50.0,
-  read_tokens=50.0,
-  cache_bytes=1000,
-  host_bytes=0,
-  question="What is it?",
-  answer_prefix=" It is",
-  answers=["1234567"],
-  prediction="1234567.",
-  first_token=7,
-  depth=None,
-  turn=None,
-  scores={"score": 100.0},
-)
+ANSWER = make_answer(task="niah_single_2")
 
 FIELDS = dataclasses.asdict(SETTINGS) | dataclasses.asdict(ANSWER)
 
@@ -66,7 +45,7 @@ def test_records_that_are_something_else(tmp_path, kind):
   refused(lambda: claim(run, {"a": 1}), sentence)
   refused(lambda: trainer._read_claim(run), sentence)
   replace(tmp_path / "processes.json", kind)
-  refused(lambda: Processes(tmp_path), sentence)
+  refused(lambda: Processes(tmp_path, "CPU", 0.0), sentence)
   path = replace(tmp_path / "c.json", kind)
   said = sentence if kind in UNDECODED else "is no JSON|is no calibration"
   refused(lambda: kvjax.Calibration.load(path, model_id="tiny"), said)
@@ -191,7 +170,7 @@ def test_processes_of_wrong_values(tmp_path, number):
     if content in ({"processes": []},) or value == "x":
       continue
     path.write_text(json.dumps(content))
-    refused(lambda: Processes(tmp_path), "is not what a run writes")
+    refused(lambda: Processes(tmp_path, "CPU", 0.0), "is not what a run writes")
 
 
 @pytest.fixture

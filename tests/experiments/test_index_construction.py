@@ -240,9 +240,9 @@ def test_a_run_writes_what_it_prints(faiss, binary, tmp_path):
   table = (folder / "table.md").read_text()
   lines = [line for line in table.splitlines() if line.startswith("|")]
   assert len(lines) == 2 + len(rows)
-  for line in lines:
-    assert line in result.stdout
-  assert "ratios, not the times" in table
+  for row in rows:
+    assert f"{100 * row['recall']:.1f}" in result.stdout
+  assert "ratios, not the times" in " ".join(table.split())
 
 
 @pytest.mark.parametrize(
@@ -258,13 +258,10 @@ def test_a_run_writes_what_it_prints(faiss, binary, tmp_path):
     (["4096"], "There is no argument '4096'"),
   ],
 )
-def test_bad_flags_are_one_sentence(binary, arguments, sentence):
-  result = binary(*arguments)
-  assert result.returncode == 2, result.stderr
-  assert result.stdout == ""
-  assert sentence in result.stderr
-  assert len(result.stderr.splitlines()) == 1
-  assert result.stderr.endswith(".\n")
+def test_bad_flags_are_one_sentence(refusal, arguments, sentence):
+  told = refusal("kvjax.experiments.index_construction", *arguments)
+  assert sentence in told
+  assert told.endswith(".\n")
 
 
 def test_without_faiss_the_sentence_says_what_to_install(monkeypatch):

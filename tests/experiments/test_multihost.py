@@ -270,27 +270,23 @@ def test_hosts_with_other_flags_are_refused_by_the_first(tmp_path, port):
     ),
   ],
 )
-def test_hosts_that_cannot_meet_are_told_why(run_binary, program, flags, said):
-  ended = run_binary(f"kvjax.experiments.{program}", *flags)
-  assert ended.returncode == 2
-  assert said in ended.stderr
-  assert ended.stderr.count("\n") == 1
+def test_hosts_that_cannot_meet_are_told_why(refusal, program, flags, said):
+  assert said in refusal(f"kvjax.experiments.{program}", *flags)
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "::"])
-def test_a_port_that_is_in_use_is_named(run_binary, address):
+def test_a_port_that_is_in_use_is_named(refusal, address):
   if ":" in address and not socket.has_dualstack_ipv6():
     pytest.skip("no IPv6")
   family = socket.AF_INET6 if ":" in address else socket.AF_INET
   with socket.create_server((address, 0), family=family) as taken:
     port = taken.getsockname()[1]
-    ended = run_binary(
+    told = refusal(
       "kvjax.experiments.evaluate",
       *("--multihost", f"--coordinator=127.0.0.1:{port}"),
       *("--hosts=2", "--host=0", "--host_timeout=20"),
     )
-  assert ended.returncode == 2
-  assert ended.stderr == (
+  assert told == (
     f"Host 0 cannot listen at port {port}: Address already in use; end what "
     "listens there, or choose another port for --coordinator.\n"
   )

@@ -8,6 +8,7 @@ import resource
 import numpy as np
 import pytest
 import scipy.stats
+from made_runs import make_answer
 
 import kvjax
 from kvjax.errors import InputError
@@ -15,39 +16,17 @@ from kvjax.experiments.run import runner
 from kvjax.experiments.run.candidates import candidates
 from kvjax.experiments.run.intervals import count_samples, difference, interval
 from kvjax.experiments.run.prompting import QUERY_AGNOSTIC, QUERY_AWARE
-from kvjax.experiments.run.results import Answer, Results, Settings, digest
+from kvjax.experiments.run.results import Results, Settings, digest
 from kvjax.experiments.run.summaries import summarize
 
 SETTINGS = Settings("tiny", "abc", "float32", 0)
 
 
 def an_answer(sample=0, method="keydiff", score=100.0, **fields):
-  return Answer(
-    **{
-      "task": "niah_single_2",
-      "length": 320,
-      "sample": sample,
-      "asked": str(sample),
-      "method": method,
-      "options": f"{method}()",
-      "budget": "0.5",
-      "retention": 0.5,
-      "context_tokens": 100,
-      "kept_tokens": 50.0,
-      "read_tokens": 50.0,
-      "cache_bytes": 1000,
-      "host_bytes": 0,
-      "question": "What is it?",
-      "answer_prefix": " It is",
-      "answers": ["1234567"],
-      "prediction": "1234567, “é”\n.",
-      "first_token": 7,
-      "depth": None,
-      "turn": None,
-      "scores": {"score": score},
-    }
-    | fields
-  )
+  own = {"budget": "0.5", "retention": 0.5, "context_tokens": 100}
+  own |= {"kept_tokens": 50.0, "cache_bytes": 1000, "length": 320}
+  own |= {"prediction": "1234567, “é”\n.", "sample": sample}
+  return make_answer(method, score=score, **own | fields)
 
 
 def scored(scores, **fields):
@@ -183,10 +162,10 @@ def test_a_summary_has_the_means_of_every_method_budget_and_task():
   assert (low, high) == (0, 100)
   assert rows[0] == {
     "method": "keydiff",
-    "options": "keydiff()",
+    "options": "Keydiff()",
     "retention": 0.5,
     "budget": "0.5",
-    "task": "niah_single_2",
+    "task": "niah_single_1",
     "length": 320,
     "depth": None,
     "turn": None,

@@ -199,28 +199,24 @@ def test_where_nothing_can_be_tuned_nothing_is_written(tuned, name):
   assert not tuned.path.parent.exists()
 
 
-def test_on_a_cpu_it_is_one_sentence(run_binary, tmp_path):
+def test_on_a_cpu_it_is_one_sentence(refusal, tmp_path):
   path = tmp_path / "table.json"
-  done = run_binary("kvjax.experiments.tune", f"--output={path}")
-  assert done.returncode == 2
-  assert done.stderr.startswith("JAX finds no TPU or GPU here")
-  assert len(done.stderr.splitlines()) == 1
+  told = refusal("kvjax.experiments.tune", f"--output={path}")
+  assert told.startswith("JAX finds no TPU or GPU here")
   assert not path.exists()
 
 
-def test_flags_of_other_programs_are_none_of_its_own(run_binary):
+def test_flags_of_other_programs_are_none_of_its_own(refusal):
   # Its imports define them.
-  done = run_binary("kvjax.experiments.tune", "--mesh=data:2")
-  assert done.returncode == 2
+  told = refusal("kvjax.experiments.tune", "--mesh=data:2")
   said = "There is no flag --mesh; --help lists the flags.\n"
-  assert done.stderr == said
+  assert told == said
 
 
 @pytest.mark.parametrize("flag", ["multihost", "coordinator", "hosts", "host"])
-def test_it_is_said_which_programs_run_on_several_hosts(run_binary, flag):
-  done = run_binary("kvjax.experiments.tune", f"--{flag}=1")
-  assert done.returncode == 2
-  assert done.stderr == (
+def test_it_is_said_which_programs_run_on_several_hosts(refusal, flag):
+  told = refusal("kvjax.experiments.tune", f"--{flag}=1")
+  assert told == (
     f"This program runs on one host, without --{flag}; evaluate, compare, "
     "calibrate and finetune run on several.\n"
   )
@@ -252,19 +248,17 @@ def test_what_is_no_table_is_refused(tmp_path, text):
   "arguments",
   [["benchmark_kernels", "--only=select"], ["compare", "--model=reference"]],
 )
-def test_a_program_refuses_it_in_one_sentence(run_binary, tmp_path, arguments):
+def test_a_program_refuses_it_in_one_sentence(refusal, tmp_path, arguments):
   path = tmp_path / "table.json"
   path.write_text('{"TPU v4": 3}')
   program, *flags = arguments
-  done = run_binary(
+  told = refusal(
     f"kvjax.experiments.{program}",
     *flags,
     f"--kernels_table={path}",
     f"--output={tmp_path / 'out'}",
   )
-  assert done.returncode == 2
-  assert done.stderr.splitlines()[-1].startswith(f"{path} is no table of kvjax")
-  assert "Traceback" not in done.stderr
+  assert told.startswith(f"{path} is no table of kvjax")
   assert not (tmp_path / "out").exists()
 
 

@@ -8,7 +8,7 @@ import dataclasses
 import random
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import ClassVar, override
+from typing import Any, ClassVar, override
 
 import kvjax
 from kvjax.errors import InputError
@@ -19,14 +19,42 @@ from kvjax.experiments.benchmarks.base import (
   Presentation,
   Request,
 )
+from kvjax.experiments.benchmarks.kvpress_layout import KvpressLayout
 from kvjax.experiments.benchmarks.math import arithmetic, problems
-from kvjax.experiments.benchmarks.math.layout import MathLayout
 from kvjax.experiments.benchmarks.math.problems import Problem
 from kvjax.experiments.benchmarks.options import Option
 from kvjax.experiments.run.prompting import Prompt
-from kvjax.experiments.run.results import Part, data_name
+from kvjax.experiments.run.results import Answer, Part, data_name
 from kvjax.experiments.tasks.sample import Sample, in_words
 from kvjax.models.pretrained import Pretrained
+
+_RIGHT = 100.0
+
+
+@dataclasses.dataclass(frozen=True)
+class MathLayout(KvpressLayout):
+  """One folder, with the numbers of answers that are given and right."""
+
+  @override
+  def data_dir(self, row: Mapping[str, Any]) -> None:
+    del row
+
+  @override
+  def columns(self, answer: Answer) -> dict[str, object]:
+    return {"task": answer.task, "answer": answer.answers[0]}
+
+  @override
+  def metrics(
+    self, scores: Mapping[str, float], answers: Sequence[Answer]
+  ) -> object:
+    correct = sum(answer.score == _RIGHT for answer in answers)
+    return {
+      "correct": correct,
+      "answered": sum(answer.scores["boxed"] > 0 for answer in answers),
+      "accuracy": round(correct / max(len(answers), 1), 4),
+      "total": len(answers),
+    }
+
 
 _NEW_TOKENS = Option(
   "max_new_tokens",

@@ -1,18 +1,71 @@
-"""What is hidden in prose at every length and depth, as benchmarks."""
+"""Needle and passkey samples at every length and depth, for heatmaps.
 
-from collections.abc import Sequence
+The needle is a unique random number at the end of a sentence, which no model
+knows from elsewhere. The passkey has 64 digits and is stated twice (Yuan et al.
+2024, `longctx_bench`). Lengths are in tokens of the model's tokenizer, also for
+the passkey, whose paper counts words: see `passkey.length_of_words`.
+"""
+
+import dataclasses
+import random
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, override
 
-from kvjax.experiments.benchmarks import grids
 from kvjax.experiments.benchmarks.base import (
   Benchmark,
   Drawn,
   Presentation,
   Request,
 )
-from kvjax.experiments.benchmarks.needle.layout import NeedleLayout
+from kvjax.experiments.benchmarks.kvpress_layout import KvpressLayout
 from kvjax.experiments.benchmarks.options import CHAT, DEPTHS, Option
+from kvjax.experiments.run.results import Answer, Part
+from kvjax.experiments.tasks import niah, passkey, prose
+from kvjax.experiments.tasks.sample import OnDraw, Sample, ignore
+from kvjax.experiments.tasks.words import BUILT_IN, KeyWords
 from kvjax.models.pretrained import Pretrained
+
+NEEDLE = niah.NeedleTask("needle", "essay", max_new_tokens=30)
+PASSKEY = "passkey"
+# Default samples per length and depth.
+SAMPLES = 3
+
+_Draw = Callable[[random.Random, int, float], Sample]
+
+
+@dataclasses.dataclass(frozen=True)
+class NeedleLayout(KvpressLayout):
+  """A folder per length and depth, with the scores of each answer."""
+
+  apart: Sequence[str] = ("length", "depth")
+  truncates: bool = True
+
+  @override
+  def data_dir(self, row: Mapping[str, Any]) -> None:
+    del row
+
+  @override
+  def needle_depth(self, row: Mapping[str, Any]) -> int:
+    return round(100 * row["depth"])
+
+  @override
+  def columns(self, answer: Answer) -> dict[str, object]:
+    needle = answer.scored_by.get("needle", "")
+    return {**super().columns(answer), "needle": needle}
+
+  @override
+  def metrics(
+    self, scores: Mapping[str, float], answers: Sequence[Answer]
+  ) -> object:
+    return [_metrics(answer) for answer in answers]
+
+
+def _metrics(answer: Answer) -> dict[str, object]:
+  shares = {name: score / 100 for name, score in answer.scores.items()}
+  rouge = (
+    {"rouge-1": {"f": shares.pop("rouge_1")}} if "rouge_1" in shares else {}
+  )
+  return {**rouge, **shares}
 
 
 class _Grid(Benchmark):
@@ -20,14 +73,15 @@ class _Grid(Benchmark):
 
   @override
   def total(self, request: Request) -> int:
-    return grids.total(self.lengths_of(request), request)
+    samples = request.samples or SAMPLES
+    return len(self.lengths_of(request)) * request.value(DEPTHS) * samples
 
   def cells(self, lm: Pretrained, request: Request) -> dict[str, Any]:
-    """The arguments of `grids.needle_samples` that passkeys have, too."""
+    """The arguments of `needle_samples` that passkeys have, too."""
     return {
       "lengths": self.lengths_of(request),
-      "depths": grids.even_depths(request.value(DEPTHS)),
-      "samples": request.samples or grids.SAMPLES,
+      "depths": even_depths(request.value(DEPTHS)),
+      "samples": request.samples or SAMPLES,
       "seed": request.seed,
       "count": lm.text.count,
       "on_draw": request.on_draw,
@@ -45,7 +99,7 @@ class Needle(_Grid):
   @override
   def draw(self, lm: Pretrained, request: Request) -> Drawn:
     texts = request.texts()
-    samples = grids.needle_samples(
+    samples = needle_samples(
       **self.cells(lm, request), essay=texts.essay, words=texts.key_words
     )
     return Drawn(samples, texts.needle_origins)
@@ -62,7 +116,91 @@ class Passkey(_Grid):
   @override
   def draw(self, lm: Pretrained, request: Request) -> Drawn:
     texts = request.texts()
-    samples = grids.passkey_samples(
-      **self.cells(lm, request), essay=texts.essay
-    )
+    samples = passkey_samples(**self.cells(lm, request), essay=texts.essay)
     return Drawn(samples, texts.needle_origins).with_chat(request)
+
+
+def even_depths(count: int) -> list[float]:
+  """Returns `count` even depths from the start, 0, to the end, 1."""
+  return [index / max(count - 1, 1) for index in range(count)]
+
+
+def needle_samples(
+  lengths: Sequence[int],
+  depths: Sequence[float],
+  samples: int,
+  seed: int,
+  count: Callable[[str], int],
+  on_draw: OnDraw = ignore,
+  *,
+  essay: prose.Essay = "heldout",
+  words: KeyWords = BUILT_IN,
+) -> dict[Part, list[Sample]]:
+  """Draws samples of a number hidden in prose, by length and depth.
+
+  Args:
+    lengths: maximum tokens of prompt and answer.
+    depths: positions of the needle from 0, the start, to 1, the end.
+    samples: samples per length and depth.
+    seed: seed of all samples.
+    count: counts the tokens of a text.
+    on_draw: called for every sample.
+    essay: the prose around the needle.
+    words: the words of its key.
+
+  Raises:
+    InputError: a length is too short.
+  """
+  task = dataclasses.replace(NEEDLE, words=words)
+
+  def draw(rng: random.Random, length: int, depth: float) -> Sample:
+    sample = niah.sample(task, rng, length, count, essay=essay, depths=[depth])
+    (key,) = sample.metadata["keys"]
+    needle = niah.NEEDLE.format(
+      kind=NEEDLE.values, key=key, value=sample.answers[0]
+    )
+    about = {**sample.metadata, "depth": depth, "needle": needle}
+    return dataclasses.replace(sample, metric="needle", metadata=about)
+
+  return _grid(NEEDLE.name, draw, lengths, depths, samples, seed, on_draw)
+
+
+def passkey_samples(
+  lengths: Sequence[int],
+  depths: Sequence[float],
+  samples: int,
+  seed: int,
+  count: Callable[[str], int],
+  on_draw: OnDraw = ignore,
+  *,
+  essay: prose.Essay = "heldout",
+) -> dict[Part, list[Sample]]:
+  """Draws samples of 64 digits hidden in prose; see `needle_samples`."""
+
+  def draw(rng: random.Random, length: int, depth: float) -> Sample:
+    sample = passkey.passkey(
+      rng, length, count, essay=essay, depth=depth, official=True
+    )
+    return dataclasses.replace(sample, chat=False)
+
+  return _grid(PASSKEY, draw, lengths, depths, samples, seed, on_draw)
+
+
+def _grid(
+  task: str,
+  draw: _Draw,
+  lengths: Sequence[int],
+  depths: Sequence[float],
+  samples: int,
+  seed: int,
+  on_draw: OnDraw,
+) -> dict[Part, list[Sample]]:
+  grid: dict[Part, list[Sample]] = {}
+  for length in lengths:
+    drawn = grid[Part(task, length)] = []
+    for depth in depths:
+      for number in range(samples):
+        rng = random.Random(f"{seed} {task} {depth} {number}")
+        drawn.append(draw(rng, length, depth))
+        on_draw(task, 1)
+  return grid

@@ -7,15 +7,17 @@ import numpy as np
 from jaxtyping import Float
 from matplotlib.figure import Figure
 
-from kvjax.experiments.papers.analyses import attention_weights
 from kvjax.experiments.papers.analyses.drawing import (
   TICK,
   canvas,
   finish,
   scaled_layer,
 )
-from kvjax.experiments.papers.analyses.observed import activations
-from kvjax.experiments.papers.analyses.vectors import unit
+from kvjax.experiments.papers.analyses.observed import (
+  activations,
+  kv_head_weights,
+  unit,
+)
 from kvjax.experiments.papers.findings import Findings, Subject
 from kvjax.experiments.report.formats import Table
 
@@ -42,7 +44,7 @@ def measure(subject: Subject) -> Findings:
     layer = seen[number]
     head = min(_HEAD, layer.keys.shape[1] - 1)
     keys = np.asarray(layer.keys[0, head, :_TOKENS], np.float64)
-    attention = attention_weights.of_kv_head(layer, head, _TOKENS, True)
+    attention = kv_head_weights(layer, head, _TOKENS, True)
     heads.append(_Head(number, head, cosines(keys), attention))
   header = [
     *("layer", "KV head", "their cosine with others", "cosine of all"),

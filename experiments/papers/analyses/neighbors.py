@@ -8,8 +8,7 @@ import numpy as np
 from jaxtyping import Bool, Float
 
 from kvjax.activations import Activations
-from kvjax.experiments.papers.analyses.observed import activations
-from kvjax.experiments.papers.analyses.vectors import unit
+from kvjax.experiments.papers.analyses.observed import activations, unit
 from kvjax.experiments.papers.findings import Findings, Subject
 from kvjax.experiments.report.formats import Table
 from kvjax.experiments.run.progress_bar import track

@@ -19,9 +19,8 @@ from kvjax.experiments.papers.analyses.drawing import (
   finish,
   scaled_layer,
 )
-from kvjax.experiments.papers.analyses.observed import activations
+from kvjax.experiments.papers.analyses.observed import activations, unit
 from kvjax.experiments.papers.analyses.retained_keys import plane
-from kvjax.experiments.papers.analyses.vectors import unit
 from kvjax.experiments.papers.findings import Findings, Subject
 from kvjax.experiments.report.formats import Table
 

@@ -11,8 +11,7 @@ from matplotlib.figure import Figure
 from kvjax.activations import Activations
 from kvjax.experiments.papers.analyses.drawing import BLUE, canvas, finish
 from kvjax.experiments.papers.analyses.neighbors import highest
-from kvjax.experiments.papers.analyses.observed import activations
-from kvjax.experiments.papers.analyses.vectors import unit
+from kvjax.experiments.papers.analyses.observed import activations, unit
 from kvjax.experiments.papers.findings import Findings, Subject
 from kvjax.experiments.report.formats import Table
 from kvjax.experiments.run.progress_bar import track

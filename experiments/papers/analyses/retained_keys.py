@@ -17,7 +17,7 @@ from kvjax.experiments.papers.analyses.drawing import (
   canvas,
   finish,
 )
-from kvjax.experiments.papers.analyses.vectors import unit
+from kvjax.experiments.papers.analyses.observed import unit
 from kvjax.experiments.papers.findings import Findings, Scale, Subject
 from kvjax.experiments.report import wording
 from kvjax.experiments.report.formats import Table

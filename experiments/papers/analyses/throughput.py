@@ -1,6 +1,5 @@
 """E4.5: decoding throughput by batch size, and at equal device memory."""
 
-import time
 from collections.abc import Mapping, Sequence
 
 import jax
@@ -11,6 +10,7 @@ import kvjax
 from kvjax.experiments.papers.findings import Findings, Subject
 from kvjax.experiments.report.formats import Table
 from kvjax.experiments.run.progress_bar import track
+from kvjax.experiments.timing import stopwatch
 from kvjax.models.pretrained import Pretrained
 from kvjax.placement import DEVICE, HOST
 
@@ -127,9 +127,9 @@ def _seconds(
 ) -> float:
   """Measures the minimum time of several decodings, after compilation."""
   decoding = kvjax.Decoding(_STEPS)
-  seconds = []
-  for _ in range(1 + _ROUNDS):
-    began = time.perf_counter()
-    kvjax.generate(lm.model, lm.params, cache, logits, decoding).rows()
-    seconds.append(time.perf_counter() - began)
-  return min(seconds[1:])
+  return min(
+    stopwatch.repeated(
+      lambda: kvjax.generate(lm.model, lm.params, cache, logits, decoding),
+      _ROUNDS,
+    )
+  )

@@ -1,7 +1,6 @@
 """Timing helpers."""
 
 import statistics
-import time
 from collections.abc import Callable
 
 import jax
@@ -10,6 +9,7 @@ from jaxtyping import Array, PyTree
 
 from kvjax.activations import Activations
 from kvjax.cache.layers import LayerCache
+from kvjax.experiments.timing import stopwatch
 from kvjax.methods.base import Method
 
 Scorer = Callable[[LayerCache, Activations], PyTree[Array]]
@@ -36,10 +36,4 @@ def median_seconds(run: Callable[[], PyTree[Array]], rounds: int = 5) -> float:
     run: the function to time, until its results are ready.
     rounds: number of calls.
   """
-  jax.block_until_ready(run())
-  seconds = []
-  for _ in range(rounds):
-    began = time.perf_counter()
-    jax.block_until_ready(run())
-    seconds.append(time.perf_counter() - began)
-  return statistics.median(seconds)
+  return statistics.median(stopwatch.repeated(run, rounds))

@@ -9,14 +9,16 @@ from jaxtyping import Float
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 
-from kvjax.experiments.papers.analyses import attention_weights
 from kvjax.experiments.papers.analyses.drawing import (
   LABEL,
   TICK,
   canvas,
   finish,
 )
-from kvjax.experiments.papers.analyses.observed import activations
+from kvjax.experiments.papers.analyses.observed import (
+  activations,
+  kv_head_weights,
+)
 from kvjax.experiments.papers.findings import Findings, Subject
 from kvjax.experiments.report.formats import Table
 
@@ -48,10 +50,7 @@ def measure(subject: Subject) -> Findings:
   lines, columns, maps = [], [], {}
   for number, layer in enumerate(seen):
     pairs = [
-      [
-        attention_weights.of_kv_head(layer, head, _CHUNK, causal)
-        for causal in (True, False)
-      ]
+      [kv_head_weights(layer, head, _CHUNK, causal) for causal in (True, False)]
       for head in range(layer.keys.shape[1])
     ]
     masked, free = (

@@ -11,8 +11,9 @@ import pytest
 
 from kvjax import user_cache
 from kvjax.errors import InputError
-from kvjax.experiments.benchmarks import essays, grids, repetition
+from kvjax.experiments.benchmarks import essays, repetition
 from kvjax.experiments.benchmarks.multiturn import conversations
+from kvjax.experiments.benchmarks.needle import definition as grids
 from kvjax.experiments.run.results import Part
 from kvjax.experiments.tasks import niah, prose
 

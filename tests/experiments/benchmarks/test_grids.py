@@ -6,8 +6,8 @@ import re
 import pytest
 
 from kvjax import models
-from kvjax.experiments.benchmarks import grids
 from kvjax.experiments.benchmarks.multiturn import conversations
+from kvjax.experiments.benchmarks.needle import definition as grids
 from kvjax.experiments.metrics import registry
 from kvjax.experiments.reference import vocabulary
 from kvjax.experiments.run.prompting import Prompt

@@ -110,6 +110,16 @@ def test_lines_without_end(tmp_path, monkeypatch, name):
   )
 
 
+def test_a_later_line_without_end(tmp_path, monkeypatch):
+  monkeypatch.setattr(row_files, "_LONGEST_LINE", 1000)
+  path = tmp_path / "rows.jsonl"
+  path.write_text(f"{json.dumps(ROW)}\n")
+  os.truncate(path, 2**42)
+  rows = RowFile(path).rows()
+  assert next(rows).fields == ROW
+  refused(lambda: next(rows), "A line of .* has more than 1,000 bytes")
+
+
 @pytest.mark.parametrize("begin", ["[", "\n \n["])
 def test_an_array_without_end(tmp_path, monkeypatch, begin):
   monkeypatch.setattr(row_files, "_MOST_BYTES", 1000)

@@ -10,15 +10,17 @@ import pytest
 import rouge as rouge_package
 
 from kvjax.experiments.metrics import chinese
-from kvjax.experiments.metrics.classification import (
+from kvjax.experiments.metrics.longbench import (
   classification,
   classification_official,
+  code_sim,
+  code_sim_difflib,
   count,
+  qa_f1,
+  qa_f1_zh,
   retrieval,
   retrieval_zh,
 )
-from kvjax.experiments.metrics.code import code_sim, code_sim_difflib
-from kvjax.experiments.metrics.question_answering import qa_f1, qa_f1_zh
 from kvjax.experiments.metrics.rouge import (
   rouge_1,
   rouge_l,

@@ -1,5 +1,6 @@
-"""A comparison that no paper has made, and a session on the tiny model."""
+"""A comparison that no paper has made; the tiny model, examined and in use."""
 
+import numpy as np
 import pytest
 
 from kvjax.experiments.papers.data_model import (
@@ -11,6 +12,7 @@ from kvjax.experiments.papers.data_model import (
   Setup,
   Targets,
 )
+from kvjax.experiments.papers.findings import Subject
 from kvjax.experiments.papers.running import Session
 from kvjax.experiments.papers.setup_samples import Sources
 from kvjax.experiments.papers.shared import fixed, lines
@@ -59,6 +61,12 @@ INVENTED = Comparison(
 @pytest.fixture
 def invented():
   return INVENTED
+
+
+@pytest.fixture
+def subject(tiny):
+  rows = np.random.default_rng(0).integers(5, 200, (2, 40)).tolist()
+  return Subject(tiny, {"some": rows}, (40,), "small", 0)
 
 
 @pytest.fixture

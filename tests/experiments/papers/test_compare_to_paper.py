@@ -3,11 +3,11 @@
 import dataclasses
 
 import pytest
+from made_runs import make_answer
 
 from kvjax.experiments.papers import compare_to_paper, paper_tables, running
 from kvjax.experiments.papers.data_model import Average, Key, Size
 from kvjax.experiments.papers.registry import EXPERIMENTS
-from kvjax.experiments.run.results import Answer
 
 SCORES = {"trec": 80.0, "lsht": 40.0, "lcc": 10.0}
 
@@ -15,27 +15,14 @@ SCORES = {"trec": 80.0, "lsht": 40.0, "lcc": 10.0}
 def answers_of(candidates, scores, lengths=(7500,), samples=1, less=1.0):
   """What every candidate answers, each so much worse than the one before."""
   return [
-    Answer(
+    make_answer(
+      candidate.method,
+      candidate.budget,
       task=task,
       length=length,
       sample=sample,
       asked=f"{task} {sample}",
-      method=candidate.method,
       options=candidate.options,
-      budget=candidate.budget,
-      retention=1.0,
-      context_tokens=100,
-      kept_tokens=100.0,
-      read_tokens=100.0,
-      cache_bytes=1,
-      host_bytes=0,
-      question="",
-      answer_prefix="",
-      answers=["x"],
-      prediction="",
-      first_token=None,
-      depth=None,
-      turn=None,
       scores={
         "score": max(0.0, score - less * number - (length == 288)),
         "partial": 5.0,

@@ -13,25 +13,18 @@ from kvjax.experiments.papers import (
   sweep_picture,
 )
 from kvjax.experiments.papers.analyses import (
-  attention_weights,
   drawing,
   key_cosines,
   long_answers,
+  observed,
   query_plane,
   recalled_lists,
   unmasked_attention,
 )
 from kvjax.experiments.papers.data_model import Key, Size, Targets
-from kvjax.experiments.papers.findings import Subject
 from kvjax.testing import random_activations
 
 RNG = np.random.default_rng(0)
-
-
-@pytest.fixture
-def subject(tiny):
-  rows = RNG.integers(5, 200, (2, 40)).tolist()
-  return Subject(tiny, {"some": rows}, (40,), "small", 0)
 
 
 def cosine(x, y):
@@ -67,7 +60,7 @@ def test_weights_are_those_of_a_loop_over_queries_and_heads():
         last = place + 1 if causal else 7
         weights = softmax(keys[:last] @ own[place] / 2)
         expected[place, :last] += weights / 2
-    found = attention_weights.of_kv_head(seen, head, 7, causal)
+    found = observed.kv_head_weights(seen, head, 7, causal)
     np.testing.assert_allclose(found, expected, atol=1e-12)
 
 

@@ -9,7 +9,6 @@ import rich.console
 from kvjax.experiments.papers import programs, report
 from kvjax.experiments.papers.data_model import Experiment, Program
 from kvjax.experiments.papers.registry import EXPERIMENTS
-from kvjax.experiments.run.children import Ended
 
 FIRST = Program(
   "first", "nowhere", ["--x={folder}/y"], {"model": "model", "essay": "text"}
@@ -36,9 +35,9 @@ def called(monkeypatch, codes):
 
   def run(module, arguments):
     lines.append([module, *arguments])
-    return Ended(codes.pop(0), "")
+    return codes.pop(0), ""
 
-  monkeypatch.setattr(programs.children, "run", run)
+  monkeypatch.setattr(programs.children, "ended", run)
   return lines
 
 

@@ -6,13 +6,14 @@ import pathlib
 
 import pytest
 import rich.console
+from made_runs import make_answer
 
 from kvjax.errors import InputError
 from kvjax.experiments.report import compared, score_plots, writing
 from kvjax.experiments.report.means import means
 from kvjax.experiments.report.run_files import Record
 from kvjax.experiments.run import environment, outputs, summaries
-from kvjax.experiments.run.results import Answer, Results, Settings
+from kvjax.experiments.run.results import Results, Settings
 
 TASKS = ("niah_single_2", "niah_multikey_1")
 
@@ -163,17 +164,9 @@ def test_all_files_of_a_comparison_are_written_whole(summary, tmp_path):
 
 def test_a_run_is_reported_beside_its_answers(summary, tmp_path):
   row = a_row("random", 0.5, TASKS[0], 100.0)
-  names = ("interval", "samples", "score")
+  names = ("interval", "samples", "score", "scores", "context_tokens")
   fields = {name: row[name] for name in row if name not in names}
-  answer = Answer(
-    **fields | {"context_tokens": 800, "sample": 0, "scores": {"score": 100.0}},
-    asked="0",
-    question="Who?",
-    answer_prefix="",
-    answers=["I"],
-    prediction="I.",
-    first_token=1,
-  )
+  answer = make_answer(**fields, question="Who?")
   Results(tmp_path, Settings("tiny", "abc", "float32", 7)).add([answer])
   summary["rows"] = [row | {"samples": 1}]
   # Of the run before, and the user's own.
