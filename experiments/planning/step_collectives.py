@@ -63,7 +63,7 @@ MODEL = Published(
   },
 )
 # Methods that are made with a file of weights have caches like another's.
-ALIKE = {"kvzap": "keydiff", "fast_kvzip": "kvzip"}
+ALIKE = {"kvzap": "kvzip", "fast_kvzip": "kvzip"}
 _EVERY = 16
 _DECODING = kvjax.Decoding(32)
 # What methods ask the model to repeat is not decoded.
@@ -205,7 +205,7 @@ def _shapes_of(
   return made
 
 
-def cell(found: Sequence[Collective]) -> str:
+def cell(found: list[Collective]) -> str:
   """Formats collectives: how often each kind runs, and the bytes of all."""
   kinds = [f"{number} {opcode}" for opcode, number in counts(found).items()]
   if not kinds:
