@@ -63,7 +63,8 @@ class Tokenizer:
 
     Raises:
       InputError: a special token is not in the vocabulary or no text, the
-        chat template is not valid Jinja, or texts would grow without measure.
+        chat template is not valid Jinja, or the normalizer or decoder could
+        make a text more than 1,024 times as long.
     """
     # A tokenizer.json may carry the truncation and padding of its training.
     backend.no_truncation()

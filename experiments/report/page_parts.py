@@ -73,7 +73,8 @@ def scores(run: run_files.Record) -> str:
 
 
 def _part_of(folder: pathlib.Path) -> str:
-  if (folder / run_files.SAMPLES).exists():
+  # `evaluate` writes a run below the folder that it is given.
+  if any(folder.rglob(run_files.SAMPLES)):
     return scores(run_files.find_one(folder))
   return files.read_text(folder / "table.md")
 

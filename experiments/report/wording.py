@@ -144,7 +144,7 @@ def with_uncertainty(score: float, bounds: tuple[float, float] | None) -> str:
   """Formats a score and the longer half of its interval: `87.4 ±8`.
 
   If the score is an end of its interval, the interval is shown instead:
-  `100.0 (94–100)`. Intervals of less than two points have a decimal.
+  `100.0 (94–100)`. Halves below two points have a decimal.
 
   >>> with_uncertainty(0.0, (0.0, 7.4))
   '0.0 (0–7)'
@@ -152,12 +152,17 @@ def with_uncertainty(score: float, bounds: tuple[float, float] | None) -> str:
   text = f"{score:.1f}"
   if bounds is None:
     return text
-  low, high = bounds
-  below, above = score - low, high - score
-  digits = int(max(below, above) < 2)
-  if min(below, above) >= 0.05:
-    return f"{text} ±{max(below, above):.{digits}f}"
-  return f"{text} ({round(low, digits):g}–{round(high, digits):g})"
+  halves = [abs(score - bound) for bound in bounds]
+  longer = round(max(halves), 1)
+  digits = int(longer < 2)
+  if min(halves) >= 0.05:
+    return f"{text} ±{longer:.{digits}f}"
+  # An end that is the score has its digits.
+  low, high = (
+    f"{round(bound, digits if half >= 0.05 else 1):g}"
+    for bound, half in zip(bounds, halves, strict=True)
+  )
+  return f"{text} ({low}–{high})"
 
 
 def score_name(summary: Summary) -> str:

@@ -15,8 +15,8 @@ from kvjax.retrieval.base import Retrieval
 
 FULL = "full"
 _SHARE = re.compile(r"0?\.[0-9]+")
-# The methods that a comparison takes by default: all but those that need a file
-# or the question, and TriAttention, which is for decoding.
+# The methods that a comparison takes by default: all that evict, but for those
+# that need a file or the question, and TriAttention, which is for decoding.
 DEFAULT = [
   *(FULL, "random", "streaming", "key_norm", "h2o", "tova", "snapkv"),
   *("snapkv:kernel=15", "pyramidkv", "adakv", "chunkkv", "keydiff"),

@@ -85,9 +85,10 @@ def start(tiny_directory, tmp_path, port):
     sizes = re.findall(r"\d+", mesh[1]) if mesh else []
     devices = max(math.prod(map(int, sizes)) // hosts, 2)
     found = f"--coordinator={address} --hosts={hosts} --host={host}"
+    if command.endswith("&"):
+      command += "\nwait $!"  # with its code
     process = subprocess.Popen(
-      # What runs in the background ends with its own code.
-      ["bash", "-e", "-c", f"{command}\nwait $!"],
+      ["bash", "-e", "-c", command],
       cwd=folder,
       env={
         **os.environ,

@@ -1,6 +1,5 @@
 """What devices say to each other while they run a program together."""
 
-import pathlib
 import re
 
 import jax
@@ -9,12 +8,11 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.cache.sharding import parse_mesh, split_mesh
+from kvjax.cache.sharding import parse_mesh
 from kvjax.engine import blocks
-from kvjax.engine.decode import DecodingInputs, decode
 from kvjax.engine.preparing import prepare_repeated
 from kvjax.experiments.tpu.engine_programs import placed_shapes, share_bytes
-from kvjax.experiments.tpu.published import LLAMA, Published
+from kvjax.experiments.tpu.published import LLAMA
 from kvjax.kernels.attention import chunked
 from kvjax.kernels.compiled.collectives import (
   Collective,
@@ -24,7 +22,7 @@ from kvjax.kernels.compiled.collectives import (
 )
 from kvjax.kernels.compiled.hlo import Module
 from kvjax.model import Geometry
-from kvjax.registry.registry import METHODS, RETRIEVALS
+from kvjax.registry.registry import METHODS
 from kvjax.testing import TinyModel
 
 _ROWS, _LENGTH, _BLOCK = 4, 96, 16
@@ -66,57 +64,13 @@ def test_blocks_are_attended_to_without_asking_other_devices(
   assert sorted(found) == sorted(evicting)
 
 
-# Small but for its keys.
-TINY = Published(
-  "tiny",
-  {
-    "model_type": "llama",
-    "vocab_size": 128,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 16,
-    "max_position_embeddings": 1024,
-    "tie_word_embeddings": True,
-  },
-)
-MESHES = ("data:4", "model:2", "data:2,model:2")
-TOKENS = 512
-# A device's share of a layer's kept keys, of a quarter of the tokens: on each
-# mesh it has a quarter or half of 4 rows with 4 KV heads.
-KEPT_KEYS = 4 * (TOKENS // 4) * 16 * 2
 # Without methods that are made with a file, which is of another model, and
 # those whose prefill reads numbers that shapes do not have.
 _NOT_BY_SHAPES = {"kvzap", "fast_kvzip", "kvzip", "simlayerkv", "full"}
 METHOD_NAMES = sorted({"ada/snapkv", *METHODS} - _NOT_BY_SHAPES)
 
 
-def printed():
-  """Counts and bytes by method and mesh in the table of docs/sharding.md."""
-  page = pathlib.Path(__file__).parents[2] / "docs" / "sharding.md"
-  rows = re.findall(
-    r"^\| (.*) \| `(.*)` \| (\d+) \| (\d+) \| ([\d,]+) \|$",
-    page.read_text(),
-    re.MULTILINE,
-  )
-  return {
-    (name, mesh): [int(n.replace(",", "")) for n in numbers]
-    for names, mesh, *numbers in rows
-    for name in names.replace("`", "").split(", ")
-  }
-
-
-TABLE = printed()
-
-
-def test_the_page_has_methods_of_each_class_on_each_mesh():
-  classes = ("full", "keydiff", "ctkvr", "ada/snapkv")
-  assert TABLE.keys() == {(name, mesh) for name in classes for mesh in MESHES}
-
-
-def cache_of(name, model, params, tokens=TOKENS, rows=4):
+def cache_of(name, model, params, tokens, rows):
   """Shapes of a cache of a quarter of a prompt, on the mesh in context."""
   plan = kvjax.get_plan(name, kvjax.Retention(0.25 if name != "full" else 1.0))
   lengths = np.full(rows, tokens, np.int32)
@@ -128,65 +82,6 @@ def cache_of(name, model, params, tokens=TOKENS, rows=4):
 
   given = jax.ShapeDtypeStruct((rows, tokens), jnp.int32)
   return placed_shapes(jax.eval_shape(prefilled, params, given))
-
-
-def decoding_step(name, mesh, rows=4, published=TINY):
-  """The collectives of one step that decodes a token of each row."""
-  model, params = published.shapes(mesh, 2)
-  decoding = kvjax.Decoding(32)
-
-  def loop(params, cache, logits, seeds):
-    run = DecodingInputs(seeds, None, None, jnp.int32(32))
-    return decode(model, params, cache, logits, decoding, run)
-
-  with jax.set_mesh(mesh):
-    compiled = jax.jit(loop, donate_argnums=1).lower(
-      params,
-      cache_of(name, model, params),
-      jax.ShapeDtypeStruct((rows, model.config.vocab_size), jnp.float32),
-      jax.ShapeDtypeStruct((rows,), jnp.int32),
-    )
-    module = Module.of(compiled.compile().as_text())
-  return collectives(module, turn=True)
-
-
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("name", ["full", *METHOD_NAMES, *sorted(RETRIEVALS)])
-def test_decoding_moves_no_cached_keys(name, mesh):
-  found = decoding_step(name, parse_mesh(mesh))
-  largest = max((each.largest for each in found), default=0)
-  assert 4 * largest < KEPT_KEYS
-  if mesh == "data:4":
-    assert not found
-  numbers = counts(found)
-  row = TABLE.get((name, mesh))
-  if row is not None:
-    assert row == [
-      *(numbers.get(opcode, 0) for opcode in ("all-gather", "all-reduce")),
-      total_bytes(found),
-    ]
-
-
-@pytest.mark.parametrize("name", ["full", "keydiff", "ctkvr", "ada/snapkv"])
-def test_devices_with_the_same_heads_move_no_cached_keys_either(name):
-  """Four for two KV heads; each has one of them, and half of its queries."""
-  fields = {**TINY.fields, "num_key_value_heads": 2}
-  mesh = split_mesh(parse_mesh("model:4"), 2)
-  found = decoding_step(name, mesh, published=Published("two", fields))
-  assert found
-  # Of 4 rows and one head.
-  assert 4 * max(each.largest for each in found) < KEPT_KEYS
-
-
-@pytest.mark.parametrize("kv_heads", [2, 4])
-@pytest.mark.parametrize("name", ["full", "keydiff", "ada/snapkv"])
-def test_devices_that_shared_out_a_prompt_move_no_cached_keys(name, kv_heads):
-  """They have heads of their own, or pages if there are too few heads."""
-  fields = {**TINY.fields, "num_key_value_heads": kv_heads}
-  mesh = parse_mesh("context:2,model:2")
-  found = decoding_step(name, mesh, published=Published("any", fields))
-  assert found
-  assert 4 * max(each.largest for each in found) < KEPT_KEYS
 
 
 @pytest.mark.parametrize("name", METHOD_NAMES)

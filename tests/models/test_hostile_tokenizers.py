@@ -1,6 +1,8 @@
 """Tokenizers that break off get one sentence, when they are loaded or used."""
 
+import base64
 import json
+import struct
 
 import pytest
 import tokenizers
@@ -107,6 +109,19 @@ def replace(pattern, content):
   return {"type": "Replace", "pattern": pattern, "content": content}
 
 
+def mapped(text):
+  """A charsmap, as SentencePiece writes it, from the letter a to a text."""
+  # A trie of units: its root, the letter's with the flag of a leaf, the leaf,
+  # which is the text's place. A unit's children are at its offset, bits 10 on.
+  units = [256 << 10, *[0] * 1023]
+  letter = 256 ^ ord("a")
+  units[letter] = 512 << 10 | 1 << 8 | ord("a")
+  units[letter ^ 512] = 1 << 31
+  trie = struct.pack("<1024I", *units)
+  data = struct.pack("<I", len(trie)) + trie + text.encode() + b"\0"
+  return _charsmap(base64.b64encode(data).decode())
+
+
 DOUBLED = [replace({"String": "a"}, "aa")] * 60
 GROWING = {
   "normalizer": {"type": "Sequence", "normalizers": DOUBLED},
@@ -114,11 +129,13 @@ GROWING = {
   "nested": {
     "type": "Sequence",
     "normalizers": [
-      replace({"String": "a"}, "a" * 8),
-      {"type": "Sequence", "normalizers": [replace({"Regex": "b*"}, "a" * 8)]},
+      replace({"String": "a"}, "a" * 40),
+      {"type": "Sequence", "normalizers": [replace({"Regex": "b*"}, "a" * 40)]},
     ],
   },
-  "everywhere": replace({"String": ""}, "a" * 64),
+  "everywhere": replace({"String": ""}, "a" * 1024),
+  "bytes": {"type": "Sequence", "normalizers": [{"type": "ByteLevel"}] * 6},
+  "charsmap": {"type": "Sequence", "normalizers": [mapped("a" * 40)] * 2},
 }
 
 
@@ -128,7 +145,7 @@ def test_a_tokenizer_that_makes_texts_too_long(tmp_path, kind):
   folder = write(tmp_path, {part: GROWING[kind]})
   refused(
     lambda: Tokenizer.load(folder),
-    f"The {part} in tokenizer.json may make a text more than 64 times as long",
+    f"The {part} in tokenizer.json could make a text more than 1,024 times",
   )
 
 
@@ -138,11 +155,19 @@ def test_replacements_of_public_tokenizers_are_allowed(tmp_path):
     replace({"Regex": " {2,}"}, "\u2581"),
     replace({"String": "``"}, '"'),
     {"type": "NFKC"},
+    {"type": "Lowercase"},
+    *[replace({"Regex": r"\s{3,}"}, " ")] * 6,
   ]
   tokenizer = Tokenizer.load(
     write(tmp_path, {"normalizer": {"type": "Sequence", "normalizers": usual}})
   )
   assert tokenizer.encode("w1") == [WORDS["w1"]]
+
+
+def test_charsmaps_are_applied_and_bounded(tmp_path):
+  part = {"type": "Sequence", "normalizers": [mapped("w1")] * 2}
+  tokenizer = Tokenizer.load(write(tmp_path, {"normalizer": part}))
+  assert tokenizer.encode("a") == [WORDS["w1"]]
 
 
 @pytest.mark.parametrize("kind", FAILING)
