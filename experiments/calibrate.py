@@ -8,7 +8,8 @@ prefill. For every method it fits a curve of the remaining quality against the
 retention and what the prefill tells about the context. As many other samples,
 measured at the same retentions, tell what quality the curve's retentions leave
 on average. A third set of samples evaluates the records at --tau, next to the
-least retention that each context needs. It takes about 15 minutes on two cores.
+least retention that each context needs. With all methods it takes hours on two
+cores; --methods=keydiff,compactor names a few.
 
 --rule=prefill chooses among NLL of the context and of its tail, the shape of
 the method's scores, and length by how well they predict other contexts.

@@ -63,13 +63,14 @@ def scores(run: run_files.Record) -> str:
     raise InputError(
       f"{run.folder} has several lengths; a page shows runs of one each."
     )
-  table, summary = by_budget(run), run.summary
+  table, summary = by_budget(run)._replace(title=""), run.summary
   about = (
-    f"{table.title}. {wording.title(summary)}. {wording.circumstances(summary)}"
+    f"Percentage of {wording.scored(summary)}, ± the longer half of its 95 % "
+    "interval, or with that interval where the percentage is at its end: "
+    f"{wording.averaged(run.values('task'))}; {wording.title(summary)}. "
+    f"{wording.circumstances(summary)}"
   )
-  return benchmark_tables.markdown(
-    table._replace(title=""), f"{about[0].upper()}{about[1:]}", code=True
-  )
+  return benchmark_tables.markdown(table, about, code=True)
 
 
 def _part_of(folder: pathlib.Path) -> str:
