@@ -11,7 +11,7 @@ import kvjax
 from kvjax import models
 from kvjax.cache.layers import KV_DTYPES
 from kvjax.errors import InputError
-from kvjax.experiments import cli
+from kvjax.experiments import refusals
 from kvjax.experiments.calibration.record_files import AUTO, FOLDER, Auto
 from kvjax.experiments.inputs import plugin_inputs, run_inputs
 from kvjax.experiments.run import candidates, results
@@ -117,13 +117,13 @@ def check_flags() -> None:
     ("retention", ["budget", "threshold"]),
     ("budget", ["threshold"]),
   ):
-    cli.refuse_together(name, others, "both say how much to keep")
-  cli.refuse_together(
+    refusals.refuse_together(name, others, "both say how much to keep")
+  refusals.refuse_together(
     "every",
     ["kv_dtype"],
     "a method chooses among keys as they were computed, not as they are stored",
   )
-  cli.refuse_together(
+  refusals.refuse_together(
     "decoding",
     ["block"],
     "another method evicts while decoding only from prompts read as a whole",

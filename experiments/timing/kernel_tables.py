@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from kvjax.experiments import cli
+from kvjax.experiments import refusals
 from kvjax.experiments.report import wording
 from kvjax.experiments.report.formats import Table
 from kvjax.experiments.timing.kernel_timing import XLA, Copies, Timed
@@ -29,7 +29,9 @@ def chosen[T](
   Raises:
     InputError: an operation is unknown, or there are no names.
   """
-  cli.refuse_unknown("only", only, dict.fromkeys(name for name, _ in specs))
+  refusals.refuse_unknown(
+    "only", only, dict.fromkeys(name for name, _ in specs)
+  )
   return [(name, spec) for name, spec in specs if name in only]
 
 
