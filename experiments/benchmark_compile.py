@@ -26,7 +26,7 @@ import numpy as np
 from absl import flags
 
 import kvjax
-from kvjax.experiments import cli
+from kvjax.experiments import cli, refusals
 from kvjax.experiments.inputs.number_lists import parse_numbers
 from kvjax.experiments.report import benchmark_tables, wording
 from kvjax.experiments.run import outputs, progress_bar
@@ -64,7 +64,7 @@ def main() -> None:
   jax.config.update("jax_enable_compilation_cache", False)
   depths = _depths()
   if not _SWEEP.value:
-    cli.refuse_empty("methods", "keydiff,adakv")
+    refusals.refuse_empty("methods", "keydiff,adakv")
   folder = outputs.folder(_OUTPUT.value)
   cli.announce()
   jobs = []

@@ -41,7 +41,7 @@ from absl import flags
 
 import kvjax
 from kvjax.errors import InputError
-from kvjax.experiments import cli
+from kvjax.experiments import cli, refusals
 from kvjax.experiments.benchmarks.needle.definition import needle_samples
 from kvjax.experiments.inputs import budget_inputs, run_inputs
 from kvjax.experiments.report import benchmark_tables, wording
@@ -98,8 +98,8 @@ _OUTPUT = flags.DEFINE_string("output", "results/decode", "Output folder.")
 
 def main() -> None:
   """Times decoding from each cache in turns."""
-  cli.refuse_empty("methods", "keydiff,flat")
-  cli.refuse_together(
+  refusals.refuse_empty("methods", "keydiff,flat")
+  refusals.refuse_together(
     "every",
     ["retention", "budget", "length", "tokens"],
     "evictions start from --target plus --every tokens, and keep --target",

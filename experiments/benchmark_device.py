@@ -115,7 +115,7 @@ def _run(path: pathlib.Path, arguments: Sequence[str]) -> bool:
   say(command)
   # Progress and errors go to this terminal.
   module = f"kvjax.experiments.{program}"
-  code, printed = children.ended(module, rest, keep=True)
+  code, printed = children.run(module, rest, keep=True)
   say(printed)
   if code:
     return False

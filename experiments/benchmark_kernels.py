@@ -28,7 +28,7 @@ from absl import flags
 
 from kvjax.experiments import cli
 from kvjax.experiments.inputs import run_inputs
-from kvjax.experiments.report import benchmark_tables, wording
+from kvjax.experiments.report import benchmark_tables
 from kvjax.experiments.run import environment, outputs
 from kvjax.experiments.run.progress_bar import progress_bar
 from kvjax.experiments.timing import kernel_tables, kernel_timing
@@ -64,13 +64,8 @@ def main() -> None:
     "rows": rows,
   }
   outputs.write_json(folder / "summary.json", summary)
-  speeds = [row["copies_per_second"] for row in rows]
   benchmark_tables.show(
-    folder,
-    kernel_tables.table(rows),
-    f"Median of {wording.count(_ROUNDS.value, 'round')}, seed "
-    f"{run_inputs.SEED.value}, on {summary['device']}; interleaved copies of "
-    f"{kernel_timing.COPIED >> 20} MiB moved {benchmark_tables.speeds(speeds)}",
+    folder, kernel_tables.table(rows), kernel_tables.about(summary)
   )
 
 

@@ -42,7 +42,7 @@ from absl import flags
 
 import kvjax
 from kvjax.errors import InputError
-from kvjax.experiments import cli
+from kvjax.experiments import cli, refusals
 from kvjax.experiments.inputs import run_inputs
 from kvjax.experiments.peers import cases, timing, workers
 from kvjax.experiments.report import benchmark_tables, wording
@@ -151,7 +151,7 @@ def _cases(sizes: cases.Sizes, lengths: Sequence[int]) -> Iterator[cases.Case]:
   table = _TABLE.value
   swept = table == "leaderboard"
   if _NAMES.present:
-    cli.refuse_empty("methods", "keydiff,snapkv")
+    refusals.refuse_empty("methods", "keydiff,snapkv")
   methods = _NAMES.value or (_SWEPT if swept else _METHODS)
   if table == "compress" and _NAMES.value is None:
     methods = _METHODS[1:]

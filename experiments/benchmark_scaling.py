@@ -16,7 +16,7 @@ from absl import flags
 
 import kvjax
 from kvjax.errors import InputError
-from kvjax.experiments import cli
+from kvjax.experiments import cli, refusals
 from kvjax.experiments.inputs import run_inputs
 from kvjax.experiments.peers.cases import LAYER
 from kvjax.experiments.report import benchmark_tables, pictures, wording
@@ -51,7 +51,7 @@ _OUTPUT = flags.DEFINE_string("output", "results/scaling", "Output folder.")
 
 def main() -> None:
   """Measures, prints a table and writes the picture."""
-  cli.refuse_empty("methods", "keydiff,snapkv")
+  refusals.refuse_empty("methods", "keydiff,snapkv")
   lengths = sorted(run_inputs.parse_lengths(_LENGTH.value))
   if len(lengths) < 2:
     raise InputError("--length needs two lengths or more, to see what grows.")

@@ -12,7 +12,7 @@ table.md to --output.
 
 from absl import flags
 
-from kvjax.experiments import cli
+from kvjax.experiments import cli, refusals
 from kvjax.experiments.inputs import run_inputs
 from kvjax.experiments.report import benchmark_tables, wording
 from kvjax.experiments.run import outputs
@@ -38,7 +38,7 @@ _OUTPUT = flags.DEFINE_string("output", "results/sparse", "Output folder.")
 
 def main() -> None:
   """Times all methods at each length."""
-  cli.refuse_empty("methods", "ctkvr,quest")
+  refusals.refuse_empty("methods", "ctkvr,quest")
   retrievals = {name: get_retrieval(name) for name in _METHODS.value}
   lengths = run_inputs.parse_lengths(_LENGTH.value)
   folder = outputs.folder(_OUTPUT.value)

@@ -10,7 +10,7 @@ import threading
 import traceback
 import types
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn
 
 import jax
@@ -243,49 +243,6 @@ def _check_values(arguments: Sequence[str]) -> None:
         f"--{flag.name} is {_shorten(str(value))}; the largest number is "
         f"{_LARGEST}."
       )
-
-
-def refuse_together(one: str, excluded: Sequence[str], reason: str) -> None:
-  """Rejects flags that another given flag makes meaningless.
-
-  Raises:
-    InputError: flag `one` and at least one of `excluded` were given.
-  """
-  if not flags.FLAGS[one].present:
-    return
-  for other in excluded:
-    if flags.FLAGS[other].present:
-      raise InputError(f"--{one} and --{other} do not go together: {reason}.")
-
-
-def refuse_empty(name: str, example: str) -> None:
-  """Rejects a list without values.
-
-  Args:
-    name: the flag.
-    example: two values that it could have.
-
-  Raises:
-    InputError: the list is empty.
-  """
-  if not flags.FLAGS[name].value:
-    raise InputError(f"--{name} is empty; {example} would be two.")
-
-
-def refuse_unknown(
-  flag: str, names: Sequence[str], known: Collection[str]
-) -> None:
-  """Rejects names of a list that are not known, and a list without names.
-
-  Raises:
-    InputError: a name is unknown, or there are none.
-  """
-  choices = ", ".join(known)
-  for name in names:
-    if name not in known:
-      raise InputError(f"--{flag} has {name!r}; there are {choices}.")
-  if not names:
-    raise InputError(f"--{flag} is empty; there are {choices}.")
 
 
 def announce() -> None:

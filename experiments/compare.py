@@ -31,7 +31,7 @@ from absl import flags
 
 import kvjax
 from kvjax.errors import InputError
-from kvjax.experiments import cli
+from kvjax.experiments import cli, refusals
 from kvjax.experiments.benchmarks import repetition
 from kvjax.experiments.benchmarks.ruler import generator
 from kvjax.experiments.inputs import (
@@ -73,7 +73,7 @@ _NEEDLES_ONLY = (
 
 def main() -> None:
   """Checks all flags, then loads the model and runs it."""
-  cli.refuse_together(
+  refusals.refuse_together(
     "text", _NEEDLES_ONLY, "a text is asked one question and nothing is written"
   )
   host_inputs.start()

@@ -39,9 +39,9 @@ from kvjax.experiments.inputs import run_inputs
 from kvjax.experiments.inputs.number_lists import parse_numbers
 from kvjax.experiments.report import benchmark_tables
 from kvjax.experiments.report.formats import Table
-from kvjax.experiments.run import environment, outputs
+from kvjax.experiments.run import environment, outputs, stopwatch
 from kvjax.experiments.run.progress_bar import progress_bar
-from kvjax.experiments.timing import index_builders, stopwatch
+from kvjax.experiments.timing import index_builders
 from kvjax.experiments.timing.index_builders import (
   KEY_CENTERS,
   QCIVF,

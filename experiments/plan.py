@@ -28,7 +28,7 @@ import kvjax
 from kvjax.cache.layers import KV_DTYPES
 from kvjax.cache.sharding import parse_sizes
 from kvjax.errors import InputError
-from kvjax.experiments import cli, exits
+from kvjax.experiments import cli, exits, refusals
 from kvjax.experiments.calibration.record_files import Auto
 from kvjax.experiments.inputs import budget_inputs
 from kvjax.experiments.planning import (
@@ -105,7 +105,9 @@ _COMPILED = 4
 
 def main() -> None:
   """Checks all flags, then compiles."""
-  cli.refuse_together("search", ["slice", "mesh"], "it chooses among slices")
+  refusals.refuse_together(
+    "search", ["slice", "mesh"], "it chooses among slices"
+  )
   for name in ("chips", "output"):
     if flags.FLAGS[name].present and not _SEARCH.value:
       raise InputError(f"--{name} is for --search.")
@@ -179,7 +181,7 @@ def _plan(use: Use) -> None:
 
 def _search(use: Use) -> None:
   """Finds slices; exits with code 1 if there is none."""
-  cli.refuse_unknown("chips", _CHIPS.value, slices.KINDS)
+  refusals.refuse_unknown("chips", _CHIPS.value, slices.KINDS)
   output = outputs.file(_OUTPUT.value)
   _prepare()
   kinds = list(dict.fromkeys(_CHIPS.value))

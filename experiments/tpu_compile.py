@@ -27,7 +27,7 @@ from importlib import metadata
 import jax
 from absl import flags
 
-from kvjax.experiments import cli
+from kvjax.experiments import cli, refusals
 from kvjax.experiments.run import outputs
 from kvjax.experiments.run.progress_bar import progress_bar
 from kvjax.experiments.tpu import chips, programs
@@ -71,7 +71,7 @@ _OUTPUT = flags.DEFINE_string(
 def main() -> None:
   """Checks all flags, then compiles."""
   for other in ("chips", "only", "layers"):
-    cli.refuse_together("quick", [other], "it chooses for itself")
+    refusals.refuse_together("quick", [other], "it chooses for itself")
   wanted = _wanted()
   names = ["v5e"] if _QUICK.value else _chip_names()
   output = _output()
@@ -92,8 +92,8 @@ def _wanted() -> list[Program]:
 
 
 def _chip_names() -> list[str]:
-  """Parses --chips; errors are those of `cli.refuse_unknown`."""
-  cli.refuse_unknown("chips", _CHIPS.value, chips.TOPOLOGIES)
+  """Parses --chips; errors are those of `refusals.refuse_unknown`."""
+  refusals.refuse_unknown("chips", _CHIPS.value, chips.TOPOLOGIES)
   return list(dict.fromkeys(_CHIPS.value))
 
 

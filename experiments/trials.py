@@ -67,7 +67,7 @@ def main(arguments: Sequence[str]) -> None:
   for seed in range(first, first + _TRIALS.value):
     folder = output / f"seed_{seed}"
     given = [*arguments, f"--seed={seed}", f"--output={folder}"]
-    children.run("kvjax.experiments.evaluate", given)
+    children.run_or_exit("kvjax.experiments.evaluate", given)
     runs.append(run_files.find_one(folder))
   scores = scores_of(runs)
   table = compare(scores, _MARGIN.value)

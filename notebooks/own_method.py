@@ -115,14 +115,17 @@ kvjax.register("valued_keys", ValuedKeys, summary="unusual keys, large values")
 # `check_method` runs what the tests run for every method: rows do not depend
 # on each other, empty slots never matter, and a cache is saved and loaded. It
 # raises an error that describes what is wrong.
+#
+# It runs in a process of its own, as the programs below do: a TPU serves one
+# process at a time, so the notebook itself never uses JAX. The process also
+# reads the file as it is now, after all edits.
 
 # %%
-import valued_keys
-
-from kvjax.testing import check_method
-
-check_method(valued_keys.ValuedKeys(power=0.5))
-print("The contract holds.")
+# The path may have spaces.
+python = f'"{sys.executable}"'
+# !{python} -c "from kvjax.testing import check_method; \
+#   from valued_keys import ValuedKeys; check_method(ValuedKeys(power=0.5)); \
+#   print('The contract holds.')"
 
 # %% [markdown]
 # ## Evaluate it
@@ -133,7 +136,7 @@ print("The contract holds.")
 # is interrupted.
 
 # %%
-# !{sys.executable} -m kvjax.experiments compare --plugins=valued_keys.py \
+# !{python} -m kvjax.experiments compare --plugins=valued_keys.py \
 #   --methods=valued_keys,valued_keys:power=0,keydiff,snapkv,random \
 #   --retention=0.5,0.25 --tasks=niah_single_2 --length=512 --samples=8 \
 #   --dtype=float32 --output=results/own_method
@@ -145,7 +148,7 @@ print("The contract holds.")
 # folders of other runs, too, and it ranks all of them.
 
 # %%
-# !{sys.executable} -m kvjax.experiments leaderboard results/own_method
+# !{python} -m kvjax.experiments leaderboard results/own_method
 
 # %% [markdown]
 # With eight samples, differences below 30 points mean little. More `--samples`

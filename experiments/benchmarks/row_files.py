@@ -2,8 +2,9 @@
 
 Each may be in a zip, and the first three may be compressed by gzip instead.
 Rows are streamed, and only the requested ones are read. Parquet and Arrow are
-read by `datasets`, Arrow as in its cache and the output of `save_to_disk`. It
-would convert JSON and CSV, and read a line without end.
+read by `datasets`, Arrow as in its cache and the output of `save_to_disk`.
+`datasets` would change the types in JSON and CSV, and has no limit on a line's
+length.
 """
 
 import contextlib
@@ -219,7 +220,7 @@ class RowFile:
       ) from error
 
   def _texts(self) -> Iterator[bytes]:
-    """Yields lines, however they end; those of zeros have no end.
+    """Yields lines, with any line ending.
 
     Raises:
       InputError: a line takes more memory than a row can.

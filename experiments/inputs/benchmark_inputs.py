@@ -7,7 +7,7 @@ from typing import Any
 from absl import flags
 
 from kvjax.errors import InputError
-from kvjax.experiments import cli
+from kvjax.experiments import refusals
 from kvjax.experiments.benchmarks.base import Benchmark, Drawn, Request
 from kvjax.experiments.benchmarks.options import Option
 from kvjax.experiments.benchmarks.registry import BENCHMARKS
@@ -117,7 +117,7 @@ def check_flags() -> None:
         f"{' and ' if owners[1:] else ''}{owners[-1]}, not to {benchmark.name}."
       )
   if _DATA.value is not None:
-    cli.refuse_together(
+    refusals.refuse_together(
       "data", text_inputs.NAMES, "they are for samples that are made here"
     )
   if request.tasks is not None:

@@ -5,7 +5,7 @@ Each program sets a default of one of them.
 
 from absl import flags
 
-from kvjax.experiments import cli
+from kvjax.experiments import refusals
 from kvjax.experiments.inputs import plugin_inputs
 from kvjax.experiments.run.candidates import Given, parse_budgets
 
@@ -25,6 +25,6 @@ def budgets() -> list[Given]:
   Raises:
     InputError: both flags are given, or a value is not a number in range.
   """
-  cli.refuse_together("retention", ["budget"], "both say how much to keep")
+  refusals.refuse_together("retention", ["budget"], "both say how much to keep")
   tokens = None if RETENTION.present else BUDGET.value
   return parse_budgets(RETENTION.value or [], tokens)

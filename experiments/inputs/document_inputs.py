@@ -5,7 +5,7 @@ import pathlib
 from absl import flags
 
 from kvjax.errors import InputError
-from kvjax.experiments import cli
+from kvjax.experiments import refusals
 from kvjax.experiments.benchmarks import hub
 from kvjax.experiments.benchmarks.longbench import sets
 from kvjax.experiments.finetuning import documents
@@ -34,7 +34,7 @@ def read(samples: int | None = None) -> list[str]:
   Raises:
     InputError: no documents are named, or they cannot be read.
   """
-  cli.refuse_together("documents", ["data"], "both are what is read")
+  refusals.refuse_together("documents", ["data"], "both are what is read")
   if _DATA.value is not None:
     suite.check_tasks(_TASKS.value, sets.NAMES)
     path = hub.resolve(_DATA.value)

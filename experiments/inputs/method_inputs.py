@@ -11,7 +11,7 @@ import kvjax
 from kvjax import models
 from kvjax.cache.layers import KV_DTYPES
 from kvjax.errors import InputError
-from kvjax.experiments import cli
+from kvjax.experiments import refusals
 from kvjax.experiments.calibration.record_files import AUTO, FOLDER, Auto
 from kvjax.experiments.inputs import plugin_inputs, run_inputs
 from kvjax.experiments.run import candidates, results
@@ -23,7 +23,7 @@ from kvjax.experiments.run.prompting import (
   Protocol,
 )
 from kvjax.options.schedules import WHOLE
-from kvjax.registry.names import get_recipe, split_budget
+from kvjax.registry.names import split_budget
 
 flags.adopt_module_key_flags(plugin_inputs)
 
@@ -117,13 +117,13 @@ def check_flags() -> None:
     ("retention", ["budget", "threshold"]),
     ("budget", ["threshold"]),
   ):
-    cli.refuse_together(name, others, "both say how much to keep")
-  cli.refuse_together(
+    refusals.refuse_together(name, others, "both say how much to keep")
+  refusals.refuse_together(
     "every",
     ["kv_dtype"],
     "a method chooses among keys as they were computed, not as they are stored",
   )
-  cli.refuse_together(
+  refusals.refuse_together(
     "decoding",
     ["block"],
     "another method evicts while decoding only from prompts read as a whole",
@@ -139,14 +139,16 @@ def check_flags() -> None:
 def chosen() -> tuple[Candidate, ...]:
   """Returns the candidates; see `candidates.candidates`."""
   per_query_head = _HEADS.value == "query"
+  decoding = _decoding(per_query_head)
+  of_prompts = schedule() if decoding is None else WHOLE
   return candidates.candidates(
-    _names(),
+    _names(of_prompts, per_query_head, decoding),
     budgets(),
-    schedule() if _DECODING.value is None else WHOLE,
+    of_prompts,
     per_query_head,
     _KV_DTYPE.value,
     run_inputs.SEED.value,
-    _decoding(per_query_head),
+    decoding,
   )
 
 
@@ -159,20 +161,26 @@ def _decoding(per_query_head: bool) -> kvjax.Plan | None:
   return candidates.seeded(name, plan, run_inputs.SEED.value)
 
 
-def _names() -> list[str]:
+def _names(
+  of_prompts: kvjax.Schedule, per_query_head: bool, decoding: kvjax.Plan | None
+) -> list[str]:
+  """Those of --methods, or those of its default that may evict so often."""
   names: list[str] = _METHODS.value
-  if _METHODS.present or schedule().is_whole_prompt:
+  if _METHODS.present:
     return names
-  return [name for name in names if _supports_repeated_eviction(name)]
 
+  def fits(name: str) -> bool:
+    # No method refuses to keep everything.
+    budget = kvjax.Retention(1.0)
+    try:
+      kvjax.get_plan(
+        name, budget, of_prompts, per_query_head, decoding=decoding
+      )
+    except InputError:
+      return False
+    return True
 
-def _supports_repeated_eviction(name: str) -> bool:
-  """Returns whether a method supports repeated eviction as the flags say."""
-  recipe = get_recipe(name)
-  if _DECODING.value is not None:
-    return not (recipe.allocation or recipe.method.allocation).ragged
-  refused = recipe.allocation or recipe.method.traits.whole_prompts_only
-  return not refused
+  return [name for name in names if fits(name)]
 
 
 def budgets() -> list[Given]:

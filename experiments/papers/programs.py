@@ -69,6 +69,6 @@ def command(
 def call(
   program: Program, folder: pathlib.Path, given: Mapping[str, str]
 ) -> None:
-  """Runs a program on the same terminal; errors are those of `children.run`."""
+  """Runs a program; errors are those of `children.run_or_exit`."""
   module, *arguments = command(program, folder, given)
-  children.run(module, arguments)
+  children.run_or_exit(module, arguments)

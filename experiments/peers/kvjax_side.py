@@ -15,7 +15,8 @@ import numpy as np
 import kvjax
 from kvjax.experiments import cli
 from kvjax.experiments.peers.serving import serve
-from kvjax.experiments.timing import layer_compression, stopwatch
+from kvjax.experiments.run import stopwatch
+from kvjax.experiments.timing import layer_compression
 from kvjax.model import Geometry
 from kvjax.models.pretrained import load_decoder
 

@@ -8,18 +8,18 @@ from collections.abc import Sequence
 from kvjax.experiments import exits
 
 
-def run(module: str, arguments: Sequence[str]) -> None:
-  """Runs a program on the same terminal; see `ended`.
+def run_or_exit(module: str, arguments: Sequence[str]) -> None:
+  """Runs a program on the same terminal; see `run`.
 
   Raises:
     SystemExit: it failed, with its own message.
   """
-  code, _ = ended(module, arguments)
+  code, _ = run(module, arguments)
   if code:
     raise SystemExit(code)
 
 
-def ended(
+def run(
   module: str, arguments: Sequence[str], keep: bool = False
 ) -> tuple[int, str]:
   """Runs a program; returns its exit code and what was kept of its stdout.

@@ -9,10 +9,9 @@ import jax.numpy as jnp
 from jax.tree_util import tree_flatten_with_path
 from jaxtyping import Array
 
-from kvjax.experiments.run import multihost
+from kvjax.experiments.run import multihost, stopwatch
 from kvjax.experiments.run.candidates import Candidate
 from kvjax.experiments.run.memory import cache_bytes
-from kvjax.experiments.timing import stopwatch
 from kvjax.models.pretrained import Pretrained
 from kvjax.struct import tree_bytes
 

@@ -9,13 +9,12 @@ import rich.text
 
 from kvjax.experiments.report import wording
 from kvjax.experiments.report.formats import Table
-from kvjax.experiments.run import estimate, multihost
+from kvjax.experiments.run import estimate, multihost, stopwatch
 from kvjax.experiments.run.answering import Seconds, replies
 from kvjax.experiments.run.batching import Context
 from kvjax.experiments.run.comparison import Work
 from kvjax.experiments.run.memory import cache_bytes
 from kvjax.experiments.run.prompting import Shape
-from kvjax.experiments.timing import stopwatch
 from kvjax.models.pretrained import Pretrained
 
 _MINUTE = 60.0

@@ -31,7 +31,7 @@ class Process:
 
 
 class Processes:
-  """The processes in `processes.json` of a folder, this one last.
+  """The processes in `processes.json` of a folder, the current one last.
 
   The file is updated with every few answers, so it also covers killed runs.
   """
@@ -56,6 +56,7 @@ class Processes:
     """
     self._path = folder / "processes.json"
     self._device, self._began, self._spent = device, began, spent
+    self._versions = environment.versions()
     self._noted = False
     self._earlier: list[Process] = []
     content = read_json_if_present(self._path)
@@ -80,10 +81,11 @@ class Processes:
       )
 
   def summary(self) -> dict[str, Any]:
-    """Merges all processes that did a part, and notes the time of this one.
+    """Writes the time of this process, and merges all that did a part.
 
-    Different devices and versions are listed, seconds are added up. A process
-    that found nothing left to do counts only where no other one is known.
+    It is written only if this process did a part. Different devices and
+    versions are listed, seconds are added up. A process that found nothing left
+    to do counts only where no other one is known.
     """
     if self._noted:
       # What comes after the last part counts, too.
@@ -117,7 +119,7 @@ class Processes:
     return {**self._spent(), "total": time.monotonic() - self._began}
 
   def _current(self) -> Process:
-    return Process(self._device, environment.versions(), self.seconds)
+    return Process(self._device, self._versions, self.seconds)
 
 
 def _join_distinct(values: Iterable[str]) -> str:

@@ -7,14 +7,13 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import kvjax
-from kvjax.experiments.run import prefilling
+from kvjax.experiments.run import prefilling, stopwatch
 from kvjax.experiments.run.batching import contexts_of
 from kvjax.experiments.run.candidates import Candidate
 from kvjax.experiments.run.line_files import Line, LineFile
 from kvjax.experiments.run.progress_bar import progress_bar
 from kvjax.experiments.run.prompting import Prompt, Protocol, Shape
 from kvjax.experiments.run.results import Samples, Settings
-from kvjax.experiments.timing import stopwatch
 from kvjax.models.pretrained import Pretrained
 
 # Least decoded tokens per measurement.

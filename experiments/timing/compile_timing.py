@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from kvjax.experiments.report.formats import Table
-from kvjax.experiments.timing import stopwatch
+from kvjax.experiments.run import stopwatch
 
 
 class Timed(NamedTuple):

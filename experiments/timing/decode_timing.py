@@ -11,9 +11,9 @@ import rich.console
 
 import kvjax
 from kvjax.experiments.report.formats import Table
-from kvjax.experiments.run import prefilling, progress_bar
+from kvjax.experiments.run import prefilling, progress_bar, stopwatch
 from kvjax.experiments.run.candidates import Candidate
-from kvjax.experiments.timing import kernel_timing, stopwatch
+from kvjax.experiments.timing import kernel_timing
 from kvjax.experiments.timing.kernel_timing import Copies
 from kvjax.models.pretrained import Pretrained
 from kvjax.struct import tree_bytes

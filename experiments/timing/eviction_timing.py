@@ -15,9 +15,8 @@ from kvjax.engine.capacity import prepare_decoding
 from kvjax.engine.feed import evict_all
 from kvjax.engine.prepared import PreparedPlan
 from kvjax.experiments.report.formats import Table
-from kvjax.experiments.run import progress_bar
+from kvjax.experiments.run import progress_bar, stopwatch
 from kvjax.experiments.run.candidates import seeded
-from kvjax.experiments.timing import stopwatch
 from kvjax.models.pretrained import Pretrained
 
 # What evicts, unless methods are named.
@@ -112,8 +111,8 @@ def measure(
     return jax.block_until_ready(jax.tree.map(jnp.copy, one.cache))
 
   def evict(one: _Full) -> float:
-    cache = copied(one)
-    return stopwatch.seconds(lambda: _evict(lm.model, one.prepared, cache))
+    own = copied(one)
+    return stopwatch.seconds(lambda: _evict(lm.model, one.prepared, own))
 
   step()
   kept = []

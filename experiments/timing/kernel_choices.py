@@ -14,10 +14,11 @@ from kvjax.experiments.run import (
   environment,
   kernel_failures,
   outputs,
+  stopwatch,
   tuned_tables,
 )
 from kvjax.experiments.run.progress_bar import progress_bar
-from kvjax.experiments.timing import kernel_checks, kernel_timing, stopwatch
+from kvjax.experiments.timing import kernel_checks, kernel_timing
 from kvjax.experiments.timing.kernel_timing import PALLAS, XLA
 from kvjax.kernels import tuning
 from kvjax.kernels.specs import Choices

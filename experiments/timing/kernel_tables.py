@@ -4,8 +4,8 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from kvjax.experiments import cli
-from kvjax.experiments.report import wording
+from kvjax.experiments import refusals
+from kvjax.experiments.report import benchmark_tables, wording
 from kvjax.experiments.report.formats import Table
 from kvjax.experiments.timing.kernel_timing import XLA, Copies, Timed
 from kvjax.kernels.specs import Spec
@@ -29,7 +29,9 @@ def chosen[T](
   Raises:
     InputError: an operation is unknown, or there are no names.
   """
-  cli.refuse_unknown("only", only, dict.fromkeys(name for name, _ in specs))
+  refusals.refuse_unknown(
+    "only", only, dict.fromkeys(name for name, _ in specs)
+  )
   return [(name, spec) for name, spec in specs if name in only]
 
 
@@ -61,6 +63,17 @@ def rows(
 def table(rows: Sequence[Mapping[str, Any]]) -> Table:
   """Builds the table of rows of summary.json."""
   return Table("", HEADING, [_cells(row) for row in rows])
+
+
+def about(summary: Mapping[str, Any]) -> str:
+  """Says in the words of summary.json how its rows were measured."""
+  speeds = [row["copies_per_second"] for row in summary["rows"]]
+  return (
+    f"Median of {wording.count(summary['rounds'], 'round')}, seed "
+    f"{summary['seed']}, on {summary['device']}; interleaved copies of "
+    f"{summary['copied_bytes'] >> 20} MiB moved "
+    f"{benchmark_tables.speeds(speeds)}"
+  )
 
 
 def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Int, PyTree
 
 from kvjax import kernels
-from kvjax.experiments.timing import stopwatch
+from kvjax.experiments.run import stopwatch
 from kvjax.kernels.specs import Spec
 
 XLA: kernels.Implementation = "xla"

@@ -14,7 +14,7 @@ from kvjax.engine.compress import Evaluation, evaluate_layer
 from kvjax.engine.evaluate import evaluate_all, find_evaluated, list_evaluations
 from kvjax.engine.preparing import prepare
 from kvjax.errors import InputError
-from kvjax.experiments.timing import stopwatch
+from kvjax.experiments.run import stopwatch
 from kvjax.kernels.prompt_attention.api import prompt_attention
 from kvjax.model import Geometry
 from kvjax.testing import TinyModel

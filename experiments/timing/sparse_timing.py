@@ -18,8 +18,8 @@ from kvjax.cache.sparse import SparseLayer
 from kvjax.errors import InputError
 from kvjax.experiments.report import wording
 from kvjax.experiments.report.formats import Table
-from kvjax.experiments.run import progress_bar
-from kvjax.experiments.timing import kernel_timing, stopwatch
+from kvjax.experiments.run import progress_bar, stopwatch
+from kvjax.experiments.timing import kernel_timing
 from kvjax.experiments.timing.index_builders import (
   KEY_CENTERS,
   QUERY_CENTERS,

@@ -10,11 +10,10 @@ import rich.console
 
 from kvjax.errors import InputError
 from kvjax.experiments.report.formats import Table
-from kvjax.experiments.run import progress_bar
+from kvjax.experiments.run import progress_bar, stopwatch
 from kvjax.experiments.run.answering import Reply, Seconds, replies
 from kvjax.experiments.run.candidates import Candidate
 from kvjax.experiments.run.prompting import Prompt, Shape
-from kvjax.experiments.timing import stopwatch
 from kvjax.models.pretrained import Pretrained
 
 

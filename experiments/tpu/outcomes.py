@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import rich.console
 
-from kvjax.experiments import cli
+from kvjax.experiments import refusals
 from kvjax.experiments.run import outputs
 from kvjax.experiments.tpu import tables
 from kvjax.experiments.tpu.programs import KINDS, Outcome, Program
@@ -41,7 +41,7 @@ def chosen(
   if only is None:
     return list(programs)
   known = dict.fromkeys([*KINDS, *(p.name for p in programs)])
-  cli.refuse_unknown("only", only, known)
+  refusals.refuse_unknown("only", only, known)
   return [p for p in programs if p.kind in only or p.name in only]
 
 

@@ -1,5 +1,6 @@
 """Methods and budgets as the command line names them."""
 
+import functools
 import re
 
 import pytest
@@ -150,11 +151,38 @@ def test_what_evicts_while_decoding_has_a_seed_of_its_own(
   assert (plan.method.seed, plan.decoding.method.seed) == seeds
 
 
-def test_all_methods_whose_heads_keep_as_many_may_come_first(parsed):
-  with flagsaver.as_parsed(every="16", decoding="keydiff@64", retention="0.5"):
+@pytest.mark.parametrize("heads", ["kv", "query"])
+def test_all_methods_whose_heads_keep_as_many_may_come_first(parsed, heads):
+  with flagsaver.as_parsed(
+    every="16", decoding="keydiff@64", retention="0.5", heads=heads
+  ):
     names = {c.method for c in method_inputs.chosen()}
   assert {"compactor", "chunkkv", "pyramidkv"} <= names
   assert "adakv" not in names
+
+
+@pytest.mark.parametrize("when", [{"every": "16"}, {"block": "64"}])
+def test_by_default_methods_are_those_that_may_evict_then(parsed, when):
+  with flagsaver.as_parsed(retention="0.5", **when):
+    names = {c.method for c in method_inputs.chosen()}
+    schedule = method_inputs.schedule()
+  for name in DEFAULT:
+    plan = functools.partial(kvjax.get_plan, name, kvjax.Tokens(64), schedule)
+    if name in names:
+      plan()
+    else:
+      with pytest.raises(InputError):
+        plan()
+  assert {"full", "keydiff", "snapkv"} <= names
+  assert "lagkv:lag=32:retention_of=row" not in names
+
+
+def test_a_method_that_is_named_is_refused_where_it_may_not_evict(parsed):
+  with (
+    flagsaver.as_parsed(methods="kvzip", retention="0.5", every="16"),
+    pytest.raises(InputError, match="--methods has kvzip: "),
+  ):
+    method_inputs.chosen()
 
 
 def test_blocks_and_shared_prompts_are_refused_before_a_model_is_loaded(parsed):

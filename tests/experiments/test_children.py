@@ -46,7 +46,7 @@ def test_an_interrupt_lets_the_program_that_runs_stop(program, tmp_path, keep):
   path = tmp_path / "state"
   threading.Thread(target=interrupt_once_there, args=(path,)).start()
   with pytest.raises(KeyboardInterrupt):
-    children.ended(program(WAITING), [str(path)], keep=keep)
+    children.run(program(WAITING), [str(path)], keep=keep)
   # It was not killed.
   assert path.read_text() == "stopped"
 
@@ -63,15 +63,15 @@ def test_an_interrupt_lets_the_program_that_runs_stop(program, tmp_path, keep):
 def test_a_program_that_is_ended_ends_what_started_it(program, ends, raised):
   text = f"import os, signal\nsignal.signal(2, signal.SIG_DFL)\n{ends}"
   with pytest.raises(KeyboardInterrupt) as stop:
-    children.run(program(text), [])
+    children.run_or_exit(program(text), [])
   assert type(stop.value) is raised
 
 
 def test_what_is_printed_is_shown_or_kept(program, capfd):
   name = program("import sys\nprint(sys.argv[1])\nsys.exit(3)")
   with pytest.raises(SystemExit) as failed:
-    children.run(name, ["shown"])
+    children.run_or_exit(name, ["shown"])
   assert failed.value.code == 3
   assert capfd.readouterr().out == "shown\n"
-  assert children.ended(name, ["kept"], keep=True) == (3, "kept\n")
+  assert children.run(name, ["kept"], keep=True) == (3, "kept\n")
   assert not capfd.readouterr().out

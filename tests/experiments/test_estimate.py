@@ -9,11 +9,10 @@ import pytest
 
 import kvjax
 from kvjax.cache.sharding import parse_mesh
-from kvjax.experiments.run import estimate
+from kvjax.experiments.run import estimate, stopwatch
 from kvjax.experiments.run.candidates import candidates
 from kvjax.experiments.run.estimate import Batch, Rates
 from kvjax.experiments.run.memory import cache_bytes
-from kvjax.experiments.timing import stopwatch
 from kvjax.struct import tree_bytes
 
 from .conftest import pretrained

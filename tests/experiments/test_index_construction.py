@@ -240,8 +240,16 @@ def test_a_run_writes_what_it_prints(faiss, binary, tmp_path):
   table = (folder / "table.md").read_text()
   lines = [line for line in table.splitlines() if line.startswith("|")]
   assert len(lines) == 2 + len(rows)
-  for row in rows:
-    assert f"{100 * row['recall']:.1f}" in result.stdout
+  printed = [line.split() for line in result.stdout.splitlines()]
+  for row, line in zip(rows, lines[2:], strict=True):
+    numbers = [
+      f"{1000 * np.median(row['seconds']):,.0f}",
+      f"{row['ratio']:.2f}",
+      f"{100 * row['recall']:.1f}",
+    ]
+    cells = [cell.strip() for cell in line.strip("|").split("|")]
+    assert cells[1:] == [row["index"], *numbers]
+    assert any(words[-3:] == numbers for words in printed), printed
   assert "ratios, not the times" in " ".join(table.split())
 
 

@@ -110,6 +110,20 @@ def test_shares_are_those_of_copies_and_of_xla():
   ]
 
 
+def test_a_sentence_says_how_kernels_were_timed():
+  summary = {
+    "rounds": 3,
+    "seed": 7,
+    "copied_bytes": 256 * 2**20,
+    "device": "TPU v6",
+    "rows": [{"copies_per_second": speed} for speed in (4.62e9, 4.4e9, 4.5e9)],
+  }
+  assert kernel_tables.about(summary) == (
+    "Median of 3 rounds, seed 7, on TPU v6; interleaved copies of 256 MiB "
+    "moved 4.4 to 4.6 GB/s"
+  )
+
+
 def test_operations_are_chosen_by_name():
   found = [("gather", SPEC), ("select", SPEC), ("gather", SPEC)]
   assert kernel_tables.chosen(found, ["gather"]) == [found[0], found[2]]

@@ -59,6 +59,14 @@ def test_what_comes_after_the_last_part_counts(start, monkeypatch):
   assert start("CPU", 1.0).summary()["seconds"]["total"] == 12.0
 
 
+def test_a_process_has_the_versions_that_it_began_with(start, monkeypatch):
+  """Packages may be upgraded while it runs, and what it has loaded stays."""
+  process = start("CPU", 3.0, jax="1.2")
+  monkeypatch.setattr(environment, "versions", lambda: {"jax": "1.3"})
+  process.note()
+  assert process.summary()["versions"] == {"jax": "1.2"}
+
+
 def test_one_alone_says_what_it_says(start, tmp_path):
   process = start("CPU", 3.0, jax="1.2")
   assert process.summary() == {

@@ -6,12 +6,11 @@ import json
 import pytest
 
 import kvjax
-from kvjax.experiments.run import prefilling, speed
+from kvjax.experiments.run import prefilling, speed, stopwatch
 from kvjax.experiments.run.candidates import candidates
 from kvjax.experiments.run.prompting import QUERY_AWARE
 from kvjax.experiments.run.results import Part, Settings
 from kvjax.experiments.tasks.sample import Sample
-from kvjax.experiments.timing import stopwatch
 
 SETTINGS = Settings("tiny", "abc", "float32", 0)
 CHOSEN = candidates(["full", "keydiff"], [kvjax.Retention(0.5)])

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvjax.experiments.timing import stopwatch
+from kvjax.experiments.run import stopwatch
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Collects activations of a prompt: also attention weights and directions."""
+"""Activations of a prompt, and attention weights and unit vectors from them."""
 
 import functools
 from collections.abc import Sequence

@@ -9,8 +9,8 @@ from jaxtyping import Array, Float
 import kvjax
 from kvjax.experiments.papers.findings import Findings, Subject
 from kvjax.experiments.report.formats import Table
+from kvjax.experiments.run import stopwatch
 from kvjax.experiments.run.progress_bar import track
-from kvjax.experiments.timing import stopwatch
 from kvjax.models.pretrained import Pretrained
 from kvjax.placement import DEVICE, HOST
 

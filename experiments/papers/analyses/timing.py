@@ -9,7 +9,7 @@ from jaxtyping import Array, PyTree
 
 from kvjax.activations import Activations
 from kvjax.cache.layers import LayerCache
-from kvjax.experiments.timing import stopwatch
+from kvjax.experiments.run import stopwatch
 from kvjax.methods.base import Method
 
 Scorer = Callable[[LayerCache, Activations], PyTree[Array]]

@@ -13,7 +13,7 @@ from kvjax import user_cache
 from kvjax.errors import InputError
 from kvjax.experiments.benchmarks import essays, repetition
 from kvjax.experiments.benchmarks.multiturn import conversations
-from kvjax.experiments.benchmarks.needle import definition as grids
+from kvjax.experiments.benchmarks.needle import definition as needle
 from kvjax.experiments.run.results import Part
 from kvjax.experiments.tasks import niah, prose
 
@@ -92,10 +92,10 @@ def test_the_king_james_bible_fills_long_haystacks_without_repetition():
   assert not re.search(r"[\d\[\]\\]|  ", text)
   assert repetition.distinct_share([text]) > 0.95
   length = 27_000
-  drawn = grids.needle_samples([length], [0.5], 3, 0, count, essay=sentences)
+  drawn = needle.needle_samples([length], [0.5], 3, 0, count, essay=sentences)
   found = repetition.of(drawn)
   assert not found.notes
-  built_in = repetition.of(grids.needle_samples([length], [0.5], 3, 0, count))
+  built_in = repetition.of(needle.needle_samples([length], [0.5], 3, 0, count))
   assert len(built_in.notes) == 1
 
 
@@ -113,10 +113,10 @@ def a_conversation(tokenizer):
 @pytest.mark.parametrize("benchmark", ["needle", "passkey", "multiturn"])
 def test_every_benchmark_hides_its_needles_in_the_given_prose(benchmark, tiny):
   draw = {
-    "needle": lambda length, essay: grids.needle_samples(
+    "needle": lambda length, essay: needle.needle_samples(
       [length], [0.5], 1, 0, count, essay=essay
     ),
-    "passkey": lambda length, essay: grids.passkey_samples(
+    "passkey": lambda length, essay: needle.passkey_samples(
       [length], [0.5], 1, 0, count, essay=essay
     ),
     "multiturn": a_conversation(tiny.tokenizer),
@@ -132,7 +132,7 @@ def test_every_benchmark_hides_its_needles_in_the_given_prose(benchmark, tiny):
 
 @pytest.mark.parametrize("task", ["needle", "passkey"])
 def test_the_share_of_distinct_sentences_is_what_a_set_counts(task):
-  draw = {"needle": grids.needle_samples, "passkey": grids.passkey_samples}
+  draw = {"needle": needle.needle_samples, "passkey": needle.passkey_samples}
   found = repetition.of(
     draw[task]([400, 4000], [0.5], 1, 0, count, essay=SENTENCES[:100])
   )

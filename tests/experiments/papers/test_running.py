@@ -289,7 +289,7 @@ def test_without_a_stand_in_a_part_is_left_out(
 
 def test_a_dry_run_says_which_programs_would_run(tmp_path, monkeypatch):
   monkeypatch.setattr(
-    programs.children, "ended", lambda *arguments: pytest.fail("it ran")
+    programs.children, "run", lambda *arguments: pytest.fail("it ran")
   )
   console = rich.console.Console(width=200, record=True)
   report.foresee_call(EXPERIMENTS["E3.5"], {}, tmp_path, console)

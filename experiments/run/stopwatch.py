@@ -1,4 +1,4 @@
-"""A stopwatch, for calls one by one, in rounds and by turns."""
+"""Times calls, once, repeatedly or in turns."""
 
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -8,7 +8,7 @@ import jax
 
 
 def timed[Result](call: Callable[[], Result]) -> tuple[Result, float]:
-  """Calls a function; returns what it does, and seconds until it is ready."""
+  """Returns the call's result and the seconds until it was ready."""
   began = time.perf_counter()
   result: Result = jax.block_until_ready(call())
   return result, time.perf_counter() - began

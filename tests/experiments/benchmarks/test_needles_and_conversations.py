@@ -7,7 +7,7 @@ import pytest
 
 from kvjax import models
 from kvjax.experiments.benchmarks.multiturn import conversations
-from kvjax.experiments.benchmarks.needle import definition as grids
+from kvjax.experiments.benchmarks.needle import definition as needle
 from kvjax.experiments.metrics import registry
 from kvjax.experiments.reference import vocabulary
 from kvjax.experiments.run.prompting import Prompt
@@ -17,7 +17,7 @@ from kvjax.experiments.tasks.words import KeyWords
 
 LENGTHS, DEPTHS = [640, 1500], [0.0, 0.3, 1.0]
 TOKENIZER = models.Tokenizer(vocabulary.build(), vocabulary.config(2048))
-DRAW = {"needle": grids.needle_samples, "passkey": grids.passkey_samples}
+DRAW = {"needle": needle.needle_samples, "passkey": needle.passkey_samples}
 INTRO = {
   "needle": niah.INTRO_ONE.format(kind="number"),
   "passkey": passkey.INTRO,
@@ -128,8 +128,8 @@ def test_words_of_a_passkey_are_counted_in_tokens():
 
 
 def test_even_depths_go_from_end_to_end():
-  assert grids.even_depths(5) == [0, 0.25, 0.5, 0.75, 1]
-  assert grids.even_depths(1) == [0]
+  assert needle.even_depths(5) == [0, 0.25, 0.5, 0.75, 1]
+  assert needle.even_depths(1) == [0]
 
 
 @pytest.mark.parametrize("history", conversations.HISTORIES)
@@ -218,7 +218,7 @@ def test_a_first_question_that_is_known_is_prefilled_and_asked_once(history):
 def test_keys_are_of_the_words_that_are_given():
   words = KeyWords(("ad hoc", "teeny-tiny"), ("zeppelin", "x-ray"))
   part = Part("needle", 640)
-  found = grids.needle_samples([640], DEPTHS, 8, 0, count, words=words)[part]
+  found = needle.needle_samples([640], DEPTHS, 8, 0, count, words=words)[part]
   pairs = {f"{first}-{second}" for first in words[0] for second in words[1]}
   assert {key for s in found for key in s.metadata["keys"]} == pairs
   for sample in found:
