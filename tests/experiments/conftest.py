@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from absl import flags
 from flax import nnx
 
 from kvjax import models
@@ -48,6 +49,13 @@ def run(module, arguments, out, err):
 for line in sys.stdin:
   print(run(*json.loads(line)), flush=True)
 """
+
+
+@pytest.fixture
+def parsed():
+  """Marks the flags as parsed, as a program does."""
+  if not flags.FLAGS.is_parsed():
+    flags.FLAGS(["test"])
 
 
 @pytest.fixture(scope="session")

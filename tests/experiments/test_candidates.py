@@ -4,7 +4,6 @@ import functools
 import re
 
 import pytest
-from absl import flags
 from absl.testing import flagsaver
 
 import kvjax
@@ -114,13 +113,6 @@ def test_records_say_what_evicts_while_decoding():
 def test_the_baseline_alone_evicts_nothing_while_decoding():
   with pytest.raises(InputError, match="full is the baseline, which evicts"):
     candidates(["full"], [kvjax.Retention(0.5)], decoding=LATER)
-
-
-@pytest.fixture
-def parsed():
-  """Marks the flags as parsed, as a program does."""
-  if not flags.FLAGS.is_parsed():
-    flags.FLAGS(["test"])
 
 
 def test_the_flags_name_another_method_while_decoding(parsed):

@@ -47,7 +47,7 @@ def test_where_jax_is_told_it_stays(settings):
 
 @pytest.mark.parametrize(("given", "used"), [(None, "1"), ("4", "4")])
 def test_factorizations_have_one_thread_unless_told_otherwise(
-  settings, monkeypatch, given, used
+  settings, parsed, monkeypatch, given, used
 ):
   monkeypatch.setattr(app, "run", lambda main, flags_parser: main(["program"]))
   monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)
@@ -63,7 +63,7 @@ def test_factorizations_have_one_thread_unless_told_otherwise(
 
 
 def test_a_warning_about_the_input_is_shown_as_a_sentence(
-  settings, monkeypatch
+  settings, parsed, monkeypatch
 ):
   monkeypatch.setattr(app, "run", lambda main, flags_parser: main(["program"]))
   monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)
