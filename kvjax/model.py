@@ -261,15 +261,15 @@ class Model(Protocol):
 
 
 def check_model(model: Any) -> None:
-  """Refuses what is no model, for callers without a static type checker.
+  """Refuses anything but a model, for callers without a static type checker.
 
   Raises:
-    InputError: it is none.
+    InputError: it is not a kvjax.Model.
   """
   if not isinstance(model, Model):
     raise InputError(
       "The model is a kvjax.Model, such as lm.model, and lm.params are its "
-      f"weights, where lm = kvjax.load(...); a {type(model).__name__} is none."
+      f"weights, where lm = kvjax.load(...), not a {type(model).__name__}."
     )
 
 

@@ -43,7 +43,7 @@ _ADDRESS = re.compile(r"[^\s:]+:[0-9]{1,5}|\[[0-9a-fA-F:]+\]:[0-9]{1,5}")
 _LAST_PORT = 2**16 - 1
 # Seconds between our message and JAX's.
 _SPARE = 60
-# Number of the file that libraries print to.
+# File descriptor of standard output.
 _STDOUT = 1
 # They differ between hosts.
 _OWN = {"coordinator", "host"}

@@ -164,7 +164,7 @@ def _decoding(per_query_head: bool) -> kvjax.Plan | None:
 def _names(
   of_prompts: kvjax.Schedule, per_query_head: bool, decoding: kvjax.Plan | None
 ) -> list[str]:
-  """Those of --methods, or those of its default that may evict so often."""
+  """Those of --methods, or those of its default that support the schedule."""
   names: list[str] = _METHODS.value
   if _METHODS.present:
     return names

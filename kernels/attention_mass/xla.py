@@ -12,7 +12,7 @@ from kvjax.kernels.attention_mass.tiles import pad_to_multiple
 _LOGITS = 2**17
 _QUERIES = 8
 # Of so few queries, as in the window of SnapKV, the products begin with keys,
-# which XLA need not transpose; those of more are then slower.
+# which XLA need not transpose. With more queries, this order is slower.
 _FEW = 64
 
 

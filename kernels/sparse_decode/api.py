@@ -49,8 +49,8 @@ def sparse_decode(
       of one page in order, any of which may be -1. Pages start at multiples of
       their size and end within T, since a kernel may copy whole pages.
     logits: float32 scaled logits of the listed slots, before the softcap and
-      the bias, if they are known; arbitrary for -1. XLA then reads no keys;
-      kernels, which copy them with the values, and the host compute their own.
+      the bias, if they are known; arbitrary for -1. XLA then reads no keys.
+      Kernels and the host ignore them and read the keys.
 
   Returns:
     The output in the dtype of the queries, and its float32 log-sum-exp, for

@@ -140,7 +140,7 @@ def _rank(
 
 def _take(x: Shaped[Array, "B K *G U"], at: Int[Array, "B K *#G M"]) -> Array:
   """Takes entries at their places; arbitrary ones at place -1."""
-  # In any other mode it creates arrays.
+  # XLA reads place 0 for -1. In any other mode, JAX creates arrays.
   return jnp.take_along_axis(x, at, axis=-1, mode="promise_in_bounds")
 
 

@@ -129,7 +129,7 @@ def check_not_donated(cache: Cache) -> None:
   """Refuses a cache whose arrays are gone.
 
   Raises:
-    InputError: a turn that stays in the cache has taken over its arrays.
+    InputError: they have been donated, as by a turn with keep=True.
   """
   gone = any(
     isinstance(leaf, jax.Array) and not is_traced(leaf) and leaf.is_deleted()
@@ -137,9 +137,9 @@ def check_not_donated(cache: Cache) -> None:
   )
   if gone:
     raise InputError(
-      "This cache is gone: a turn with keep=True has taken over its arrays; "
-      "continue with the cache that this turn returned, or keep a copy before "
-      "it, as jax.tree.map(jnp.copy, cache) makes one."
+      "This cache's arrays have been donated, as a turn with keep=True does; "
+      "continue with the cache that it returned, or keep a copy before it, as "
+      "jax.tree.map(jnp.copy, cache) makes one."
     )
 
 

@@ -13,6 +13,7 @@ from kvjax.cache.heads import heads_of
 from kvjax.cache.index import LayerIndex
 from kvjax.cache.rows import Rows
 from kvjax.cache.splitting import Split
+from kvjax.errors import InputError
 from kvjax.kernels.attention import AttentionOptions, Partial
 from kvjax.kernels.dispatch import on_mesh
 from kvjax.kernels.sparse_decode import sparse_decode
@@ -117,7 +118,7 @@ def retrieve_all(
   Args:
     retrieval: the method.
     index: the index before the token.
-    queries: queries of the token, scaled as by `rescale_queries`.
+    queries: queries of the token, scaled as by `AttentionOptions.rescale`.
     real: false for padding.
     store: the stored tokens of every head, without keys.
     rows: the stored keys and values.
@@ -173,6 +174,12 @@ def candidate_slots(
     return jnp.where(_fits(store, budget), all_slots, slots)
 
   slots: Array = jax.vmap(jax.vmap(of_head))(index, queries, store, budget)
+  least = min(budget.max_keys, store.valid.shape[-1])
+  if slots.shape[-1] < least:
+    raise InputError(
+      f"{type(retrieval).__name__} names {slots.shape[-1]} candidates; name "
+      f"{least} or more, as many as a token may read, with -1 for none."
+    )
   return slots
 
 

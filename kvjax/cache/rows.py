@@ -136,20 +136,18 @@ def _products_in_tiles(
   count = slots.shape[-1]
   padding = -count % _TILE
   padded = jnp.pad(slots, ((0, 0), (0, 0), (0, padding)))
-  shape = (*queries.shape[:-1], count + padding)
+  none = jnp.zeros((*queries.shape[:-1], _TILE), jnp.float32)
 
   def one_tile(
-    carry: tuple[Int[Array, ""], Float[Array, "B K G P"]],
-  ) -> tuple[Int[Array, ""], Float[Array, "B K G P"]]:
-    start, products = carry
+    _: None, start: Int[Array, ""]
+  ) -> tuple[None, Float[Array, "B K G C"]]:
     tile = jax.lax.dynamic_slice_in_dim(padded, start, _TILE, axis=2)
-    of_tile = _products(keys, layer, tile, queries)
-    return start + _TILE, jax.lax.dynamic_update_slice_in_dim(
-      products, of_tile, start, axis=3
+    return None, jax.lax.cond(
+      start < last, lambda: _products(keys, layer, tile, queries), lambda: none
     )
 
-  carry = jnp.zeros((), jnp.int32), jnp.zeros(shape, jnp.float32)
-  _, products = jax.lax.while_loop(
-    lambda carry: carry[0] < last, one_tile, carry
-  )
-  return products[..., :count]
+  # Not a loop up to `last`, which has no gradient.
+  starts = jnp.arange(0, count, _TILE, dtype=jnp.int32)
+  _, products = jax.lax.scan(one_tile, None, starts)
+  products = jnp.moveaxis(products, 0, 3)
+  return products.reshape(*none.shape[:-1], -1)[..., :count]

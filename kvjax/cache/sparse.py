@@ -325,9 +325,11 @@ class SparseLayer(Layer):
     # In a prompt, the position of a token is its index as well.
     last = jnp.max(activations.positions, axis=1)
     queries = jnp.take_along_axis(
-      rescale_queries(activations).queries, last[:, None, None, None], axis=2
-    )
-    _, selection = self.retrieve(self.index, queries[:, :, 0], last)
+      activations.queries, last[:, None, None, None], axis=2
+    )[:, :, 0]
+    # As while decoding, where the scaled queries are not rounded, either.
+    rescaled = activations.attention.rescale(queries.astype(jnp.float32))
+    _, selection = self.retrieve(self.index, rescaled, last)
     slots = selection.visible_slots
     slots = slots.reshape(*slots.shape[:2], -1)
     # As a mask, slots that several query heads list count once.

@@ -115,7 +115,7 @@ def _check_lengths(
 
 
 def check_caches(caches: Any) -> None:
-  """Refuses what is no cache or sequence of caches, or has been donated."""
+  """Refuses anything but caches, and donated caches."""
   many = caches if isinstance(caches, Sequence) else [caches]
   if not all(isinstance(cache, Cache) for cache in many):
     raise InputError(
@@ -131,7 +131,7 @@ def check_cache(model: Model, cache: Cache) -> None:
 
   Raises:
     InputError: it has another number of layers, heads of other numbers or
-      sizes, or other windows, or the model is none.
+      sizes, or other windows, or the model is not a kvjax.Model.
   """
   check_model(model)
   layers = model.geometry.layers

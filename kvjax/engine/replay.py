@@ -19,6 +19,7 @@ from kvjax.engine import prompt_programs
 from kvjax.engine.model_layers import layer_stacks
 from kvjax.engine.replay_gradient import run_with_gradients
 from kvjax.engine.replay_layers import Chunk, How, Pass, Scores
+from kvjax.hosts import is_traced, read
 from kvjax.methods.replay import Replay
 from kvjax.model import Model, check_context
 from kvjax.prompts import Prompts, bucket
@@ -79,6 +80,10 @@ def _replay_alike(
   tokens = jnp.asarray(prompts.tokens)
   lengths = jnp.asarray(prompts.lengths, jnp.int32)
   parts: list[list[Scores]] = [[] for _ in specs]
+  common = _common_prefix(tokens, lengths, ids=request.prefix)
+  # Where tokens are traced, no prompt begins with the template, as far as the
+  # positions of its replay are concerned.
+  prefix = 0 if is_traced(common) else read(common)
   widths = _widths(padded, replays[0].chunk)
   # Outside of the only chunk, there is the chat template alone.
   rest = padded if len(widths) > 1 else min(len(request.prefix), padded)
@@ -90,7 +95,8 @@ def _replay_alike(
       request=request,
       sizes=(width, replays[0].overlap if number else None),
     )
-    _check_lengths(model, prompts, number * replays[0].chunk, width, replayed)
+    starts = prefix + number * replays[0].chunk
+    _check_lengths(model, prompts, starts, width, replayed)
     hidden, shared = prompt_programs.embed(model, params, replayed, positions)
     one = Pass(
       model,
@@ -129,7 +135,7 @@ def _widths(padded: int, chunk: int) -> list[int]:
 def _check_lengths(
   model: Model,
   prompts: Prompts,
-  offset: int,
+  starts: Int[np.ndarray, " B"] | int,
   width: int,
   replayed: Int[Array, "B R"],
 ) -> None:
@@ -140,14 +146,15 @@ def _check_lengths(
   Args:
     model: the model.
     prompts: the prompts.
-    offset: tokens before the chunk, without the chat template.
+    starts: tokens before the chunk.
     width: slots of the chunk.
     replayed: tokens of the replay, which ends with these slots.
   """
   lengths = prompts.known_lengths
-  tokens = replayed.shape[1] - width + np.minimum(lengths - offset, width)
+  counts = np.clip(lengths - starts, 0, width)
+  tokens = replayed.shape[1] - width + counts
   # Rows that have ended before the chunk replay nothing.
-  totals = lengths + np.where(lengths > offset, tokens, 0)
+  totals = lengths + np.where(counts > 0, tokens, 0)
   longest = tokens[np.argmax(totals)]
   what = f"The prompt, with {longest} tokens to replay a chunk of it,"
   check_context(model, totals, what)
@@ -177,7 +184,7 @@ def _tokens_of_chunk(
   """
   width, overlap = sizes
   batch, padded = tokens.shape
-  prefix = _common_prefix(tokens, lengths, request.prefix)
+  prefix = _common_prefix(tokens, lengths, ids=request.prefix)
   start = prefix + offset
   count = jnp.clip(lengths - start, 0, width)
 
@@ -203,8 +210,9 @@ def _tokens_of_chunk(
   return replayed, positions, Chunk(start, count, prefix)
 
 
+@functools.partial(jax.jit, static_argnames=("ids",))
 def _common_prefix(
-  tokens: Int[Array, "B S"], lengths: Int[Array, " B"], ids: tuple[int, ...]
+  tokens: Int[Array, "B S"], lengths: Int[Array, " B"], *, ids: tuple[int, ...]
 ) -> Int[Array, " B"]:
   """Number of first tokens that each row has in common with `ids`."""
   ids = ids[: tokens.shape[1]]

@@ -301,8 +301,8 @@ class Retrieval(abc.ABC):
     """Selects the slots whose keys `retrieve` compares with the queries.
 
     Only called if `key_access` is "candidates". No other keys are read. Where
-    the budget allows all stored keys, these replace the candidates, of which
-    there must be places for as many.
+    the budget allows all stored keys, these replace the candidates, so U must
+    be at least the number of stored keys that a budget allows.
 
     Args:
       index: as for `retrieve`.

@@ -230,8 +230,10 @@ def test_chunks_of_any_size(chunk):
   assert_close(actual, chunks_by_hand(*operands))
 
 
+@pytest.mark.parametrize("few", [0, 64])
 @pytest.mark.parametrize("logits", [1, 53 * 11, 2**19])
-def test_the_size_of_the_tiles_does_not_matter(monkeypatch, logits):
+def test_the_size_of_the_tiles_does_not_matter(monkeypatch, logits, few):
+  monkeypatch.setattr(xla, "_FEW", few)
   operands = layer(1, 2, 1, 51, 53, 8, "float32")
   monkeypatch.setattr(xla, "_LOGITS", logits)
   actual = jax.jit(lambda *operands: causal_mass(*operands))(*operands)

@@ -39,6 +39,7 @@ from kvjax.kernels.attention import (
   with_sinks,
 )
 from kvjax.kernels.attention_mass import causal_mass
+from kvjax.kernels.attention_mass import xla as mass_of_xla
 from kvjax.kernels.attention_mass.reference import causal_mass_reference
 from kvjax.kernels.paged_attention import paged_attention
 from kvjax.kernels.paged_attention.reference import paged_attention_reference
@@ -271,6 +272,7 @@ def test_lists_have_no_windows():
 
 
 @pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("few", [0, 64])
 @pytest.mark.parametrize("sinks", [True, False])
 @pytest.mark.parametrize(
   ("name", "shape", "program"),
@@ -278,7 +280,9 @@ def test_lists_have_no_windows():
   + [(name, "one query", causal_mass) for name in SOME]
   + [(name, "a few", causal_mass_reference) for name in SOME],
 )
-def test_causal_mass(name, shape, program, sinks):
+def test_causal_mass(monkeypatch, name, shape, program, sinks, few):
+  # Of more queries, products begin with the queries.
+  monkeypatch.setattr(mass_of_xla, "_FEW", few)
   options = OPTIONS[name]
   queries, keys, _, query_positions, places = layer(*SHAPES[shape])
   sinks = sinks_of(queries.shape[1]) if sinks else None

@@ -1,7 +1,6 @@
 """What callers give: refused in one sentence, or taken as it is meant."""
 
 import dataclasses
-import types
 
 import jax
 import jax.numpy as jnp
@@ -131,62 +130,6 @@ def test_tokens_that_a_model_does_not_embed():
   ):
     with pytest.raises(InputError, match="no token 64: this model embeds 64"):
       call()
-
-
-@pytest.mark.usefixtures("untyped")
-@pytest.mark.parametrize(
-  "given", [types.SimpleNamespace(model=MODEL, params=PARAMS), PARAMS]
-)
-def test_what_is_no_model_is_refused(given, tmp_path):
-  """What `kvjax.load` returns, or weights in the place of the model."""
-  cache, logits = kvjax.prefill(MODEL, PARAMS, PROMPTS, KEYDIFF)
-  in_blocks = kvjax.get_plan(
-    "keydiff", kvjax.Tokens(9), kvjax.Schedule(block=8)
-  )
-  decoding, path = kvjax.Decoding(2), tmp_path / "cache"
-  for use in (
-    lambda: kvjax.prefill(given, PARAMS, PROMPTS, KEYDIFF),
-    lambda: kvjax.prefill(given, PARAMS, PROMPTS, in_blocks),
-    lambda: kvjax.sweep(given, PARAMS, PROMPTS, [KEYDIFF]),
-    lambda: kvjax.measured_sweep(given, PARAMS, PROMPTS, [KEYDIFF]),
-    lambda: kvjax.generate(given, PARAMS, cache, logits, decoding),
-    lambda: kvjax.generate(given, PARAMS, [cache], logits, decoding),
-    lambda: kvjax.stream(given, PARAMS, cache, logits, decoding),
-    lambda: kvjax.answer_nll(given, PARAMS, cache, QUESTIONS, QUESTIONS),
-    lambda: kvjax.negative_log_likelihood(given, PARAMS, PROMPTS),
-    lambda: kvjax.save_cache(cache, path, model=given, model_id="tiny"),
-    lambda: kvjax.load_cache(path, model=given, model_id="tiny"),
-  ):
-    with pytest.raises(InputError, match=r"such as lm\.model, .* is none"):
-      use()
-
-
-def test_a_cache_that_a_turn_has_taken_over_is_refused(tmp_path):
-  cache = kvjax.reserve(
-    prefilled(kvjax.get_plan("keydiff", kvjax.Tokens(9))), 64
-  )
-  decoding = kvjax.Decoding(2)
-  kept = kvjax.generate(MODEL, PARAMS, cache, QUESTIONS, decoding, keep=True)
-  for use in (
-    lambda: kvjax.generate(MODEL, PARAMS, cache, QUESTIONS, decoding),
-    lambda: kvjax.generate(
-      MODEL, PARAMS, [kept.cache, cache], QUESTIONS, decoding
-    ),
-    lambda: kvjax.stream(MODEL, PARAMS, cache, QUESTIONS, decoding),
-    lambda: kvjax.answer_nll(MODEL, PARAMS, cache, QUESTIONS, QUESTIONS),
-    lambda: kvjax.decoding_nbytes(MODEL, cache, 0, decoding),
-    lambda: kvjax.reserve(cache, 1),
-    lambda: kvjax.stack([kept.cache, cache]),
-    lambda: kvjax.group_caches([cache]),
-    lambda: kvjax.unstack(cache, 2),
-    lambda: kvjax.save_cache(
-      cache, tmp_path / "cache", model=MODEL, model_id="tiny"
-    ),
-  ):
-    with pytest.raises(InputError, match="keep=True has taken over its arrays"):
-      use()
-  assert not (tmp_path / "cache").exists()
-  kvjax.generate(MODEL, PARAMS, kept.cache, QUESTIONS, decoding)
 
 
 def test_a_cache_on_the_host_decodes_and_joins(tmp_path):

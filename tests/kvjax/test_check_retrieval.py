@@ -66,6 +66,12 @@ class Growing(Reading):
 
 
 @dataclasses.dataclass(frozen=True)
+class TooFewCandidates(CTkvr):
+  def candidates(self, index, queries, store):
+    return super().candidates(index, queries, store)[:3]
+
+
+@dataclasses.dataclass(frozen=True)
 class RankingOthers(CTkvr):
   def ranking(self, index, budget):
     fewer = dataclasses.replace(budget, num_keys=budget.num_keys - 1)
@@ -82,6 +88,7 @@ class LearningOthers(CTkvr):
 NOT_RETRIEVING = {
   "ranks otherwise": (RankingOthers(local=8), "make `ranking` and `update_of`"),
   "learns otherwise": (LearningOthers(local=8), "With offload=true"),
+  "too few": (TooFewCandidates(local=8), "names 3 candidates; name .* or more"),
   "out of range": (BeyondTheStore(), "retrieves slot .* that are stored"),
   "twice": (Twice(), "once in a list"),
   "empty": (EmptyReads(), "holds no token"),

@@ -257,6 +257,21 @@ def test_padding_takes_no_position_of_a_replay(padded):
     kvjax.prefill(model, model.init(), prompts, plan)
 
 
+@pytest.mark.parametrize("context", [56, 57])
+def test_the_template_takes_no_position_of_a_replay(context):
+  """Of 30 tokens 26 are replayed, after one that asks; of 4, none."""
+  request = kvjax.RepeatRequest(prefix=(0, 1, 2, 3), first=(9,))
+  rows = [[*range(30)], [*range(4)]]
+  prompts = kvjax.Prompts.of(rows, padded=48, repeat_request=request)
+  model = TinyModel(kvjax.Geometry((SPEC,), context))
+  plan = kvjax.get_plan("kvzip:chunk=64", kvjax.Retention(0.5))
+  if context == 57:
+    kvjax.prefill(model, model.init(), prompts, plan)
+    return
+  with pytest.raises(InputError, match=r"with 27 tokens to .* has 57 tokens"):
+    kvjax.prefill(model, model.init(), prompts, plan)
+
+
 def test_nothing_retrieves_among_what_is_replayed():
   plan = kvjax.get_plan("quest", kvjax.Tokens(9))
   method = kvjax.get_method("kvzip:level=head")

@@ -9,6 +9,7 @@ import pytest
 
 import kvjax
 from kvjax import kernels
+from kvjax.cache import rows
 from kvjax.engine import likelihood, prompt_programs
 from kvjax.engine.feed import feed
 from kvjax.engine.forward import hidden_states
@@ -211,6 +212,29 @@ def test_answers_have_gradients_through_a_prefill(name, tokens):
   step = 3e-4  # the same tokens are kept
   difference = total(moved(step)) - total(moved(-step))
   np.testing.assert_allclose(slope, difference / (2 * step), rtol=1e-2)
+
+
+def test_gradients_go_through_keys_that_are_ranked_in_tiles(monkeypatch):
+  context = [np.random.default_rng(5).integers(0, 64, 61).tolist()]
+  plan = kvjax.get_plan("ctkvr:local=4:sinks=1", kvjax.Tokens(16))
+  cache, _ = kvjax.prefill(MODEL, PARAMS, kvjax.Prompts.of(context), plan)
+  question, answer = kvjax.Prompts.of([[7, 3]]), kvjax.Prompts.of([[5, 9, 2]])
+
+  def gradient(tile):
+    monkeypatch.setattr(rows, "_TILE", tile)
+    jax.clear_caches()
+    return jax.grad(
+      lambda params: kvjax.answer_nll(
+        MODEL, params, cache, question, answer
+      ).sum()
+    )(PARAMS)
+
+  whole, in_tiles = gradient(10**6), gradient(8)
+  assert max(float(jnp.abs(x).max()) for x in jax.tree.leaves(whole)) > 0.1
+  for x, y in zip(
+    jax.tree.leaves(whole), jax.tree.leaves(in_tiles), strict=True
+  ):
+    np.testing.assert_allclose(x, y, atol=1e-5)
 
 
 @pytest.mark.parametrize(
