@@ -111,8 +111,9 @@ def _silence_output() -> None:
 
   Libraries in C++ write there without asking Python. Errors are on stderr.
   """
-  with open(os.devnull, "wb") as nowhere:
-    os.dup2(nowhere.fileno(), _STDOUT)
+  nowhere = os.open(os.devnull, os.O_WRONLY)
+  os.dup2(nowhere, _STDOUT)
+  os.close(nowhere)
 
 
 def _check_address(address: str) -> None:

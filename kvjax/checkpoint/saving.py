@@ -205,8 +205,8 @@ def load_cache(directory: Path, *, model: Model, model_id: str) -> Cache:
     >>> loaded.next_positions.tolist()
     [4, 2]
   """
-  check_model(model)
   files.check_local(directory)
+  check_model(model)
   directory = pathlib.Path(directory).absolute()
   saved = _read_description(directory)
   if saved.get("layout") != LAYOUT:
