@@ -37,11 +37,8 @@ def to_run(line):
 
 
 RUN = [[*filter(None, map(to_run, block))] for block in BLOCKS]
-# Numbers, for blocks that begin alike.
-CASES = {
-  f"{number} {' '.join((run or block)[0].split()[:2])}": run
-  for number, (block, run) in enumerate(zip(BLOCKS, RUN, strict=True))
-}
+# By their first commands.
+CASES = {(run or block)[0]: run for block, run in zip(BLOCKS, RUN, strict=True)}
 
 
 def write_program(path, script):

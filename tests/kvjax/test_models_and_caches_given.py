@@ -25,7 +25,7 @@ def prefilled(plan):
 @pytest.mark.parametrize(
   "given", [types.SimpleNamespace(model=MODEL, params=PARAMS), PARAMS]
 )
-def test_what_is_no_model_is_refused(given, tmp_path):
+def test_anything_but_a_model_is_refused(given, tmp_path):
   """What `kvjax.load` returns, or weights in the place of the model."""
   cache, logits = kvjax.prefill(MODEL, PARAMS, PROMPTS, KEYDIFF)
   in_blocks = kvjax.get_plan(

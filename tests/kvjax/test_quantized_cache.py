@@ -407,15 +407,3 @@ def test_what_cannot_be_is_refused_in_one_sentence():
   with pytest.raises(InputError, match="flat retrieves keys as they were"):
     kvjax.get_plan("flat/keydiff@8", BUDGET, kv_dtype="int8")
   assert kvjax.get_plan("keydiff", BUDGET, kv_dtype="int8").kv_dtype == "int8"
-
-
-@pytest.mark.parametrize("kv_dtype", SMALL)
-def test_layers_with_a_window_stay_in_their_dtype(kv_dtype):
-  (spec,) = {*GEOMETRY.layers}
-  local = dataclasses.replace(spec, window=8)
-  model = TinyModel(kvjax.Geometry((local, spec), 4096))
-  how = kvjax.get_plan("keydiff", BUDGET, kv_dtype=kv_dtype)
-  cache, _ = kvjax.prefill(model, model.init(), PROMPTS, how)
-  window, compressed = cache.layers
-  assert window.keys.dtype == window.values.dtype == jnp.float32
-  assert compressed.keys.qvalue.dtype == SMALL[kv_dtype]

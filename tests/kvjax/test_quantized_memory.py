@@ -1,5 +1,6 @@
 """What caches in eight bits take, at rest and while they are worked with."""
 
+import dataclasses
 import functools
 
 import jax
@@ -104,3 +105,18 @@ def test_a_prefill_holds_no_layer_longer_because_it_is_rounded():
   assert plain - rounded > 0.99 * layers * slots * 2 * (4 * 32 - 32 - 4)
   # The layer's own floats at most, before it is written.
   assert beside < 1.1 * slots * 2 * 32 * 4
+
+
+@pytest.mark.parametrize(
+  ("kv_dtype", "small"), [("int8", jnp.int8), ("fp8", jnp.float8_e4m3fn)]
+)
+def test_layers_with_a_window_stay_in_their_dtype(kv_dtype, small):
+  (spec,) = tiny(16).geometry.layers
+  local = dataclasses.replace(spec, window=8)
+  model = TinyModel(kvjax.Geometry((local, spec), 4096))
+  plan = kvjax.get_plan(DENSE, kvjax.Tokens(20), kv_dtype=kv_dtype)
+  prompts = kvjax.Prompts.of([[*range(64)]])
+  cache, _ = kvjax.prefill(model, model.init(), prompts, plan)
+  window, compressed = cache.layers
+  assert window.keys.dtype == window.values.dtype == jnp.float32
+  assert compressed.keys.qvalue.dtype == small
