@@ -245,7 +245,7 @@ def write(state: PartialSums, tiles: Tiles, to: PartialSums) -> None:
   _, weighted = tiles.rows
   staged = PartialSums(weighted, tiles.largest, tiles.total)
   for value, ref in zip(state, staged, strict=True):
-    plgpu.store(ref, value, optimized=False)
+    _store(ref, value)
   plgpu.commit_smem()
   # Of the 64 rows, the output in global memory has only those of real queries.
   queries = pl.ds(0, to.weighted.shape[0])
@@ -254,3 +254,12 @@ def write(state: PartialSums, tiles: Tiles, to: PartialSums) -> None:
   plgpu.copy_smem_to_gmem(tiles.total, to.total)
   # Shared memory is gone when the block ends.
   plgpu.wait_smem_to_gmem(0)
+
+
+def _store(ref: Any, value: Array) -> None:
+  """Stores to shared memory where no store is free of bank conflicts."""
+  # JAX 0.12 refuses such assignments, and 0.11 has no `store`.
+  if hasattr(plgpu, "store"):
+    plgpu.store(ref, value, optimized=False)
+  else:
+    ref[...] = value

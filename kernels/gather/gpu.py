@@ -73,9 +73,16 @@ def _kernel(size: int, rows: int, slots: Any, *refs: Any) -> None:
     # Mosaic can copy 8-bit numbers but not select between them, so the two
     # cases are separate writes.
     empty = [
-      jnp.full_like(part, none)
+      _filled(part, none)
       for part, none in zip(parts, (0, 0, -1, 0), strict=False)
     ]
     inside = place < size
     pl.when(inside & (slot >= 0))(functools.partial(write, place, parts))
     pl.when(inside & (slot < 0))(functools.partial(write, place, empty))
+
+
+def _filled(part: Shaped[Array, "*D"], value: int) -> Shaped[Array, "*D"]:
+  if part.ndim:
+    return jnp.full_like(part, value)
+  # Mosaic refuses scalars that are constants, such as those of `full_like`.
+  return jnp.where(part == 0, value, value).astype(part.dtype)

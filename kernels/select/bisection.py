@@ -34,7 +34,7 @@ def limits(count: Count, wanted: Rows, slots: int) -> tuple[Rows, Rows]:
   def count_chosen(excluded: Rows) -> Rows:
     return count(lambda keys, at: is_chosen(keys, at, least, slots - excluded))
 
-  eligible = count_from(jnp.full_like(wanted, NEVER + 1))
+  eligible = count_from(_all(wanted, NEVER + 1))
   # Bisection needs a count at `low` that suffices.
   wanted = jnp.clip(wanted, 0, eligible)
   any_wanted = wanted > 0
@@ -43,20 +43,26 @@ def limits(count: Count, wanted: Rows, slots: int) -> tuple[Rows, Rows]:
     count_from,
     # A row that wants nothing is closed from the start: no key reaches BEYOND.
     jnp.where(any_wanted, NEVER + 1, BEYOND),
-    jnp.full_like(wanted, BEYOND),
+    _all(wanted, BEYOND),
     jnp.where(any_wanted, eligible, 0),
     wanted,
   )
   # Then the ties at this key: how many slots at the end to exclude?
   excluded, _ = _bisect(
     count_chosen,
-    jnp.zeros_like(least),
+    _all(least, 0),
     # Excluding every tie leaves too few, unless `low` already matches.
-    jnp.full_like(least, slots),
+    _all(least, slots),
     low_count,
     wanted,
   )
   return least, slots - excluded
+
+
+def _all(rows: Rows, value: int) -> Rows:
+  """Returns one value for all rows."""
+  # Mosaic refuses scalars that are constants, such as those of `full_like`.
+  return rows * 0 + value
 
 
 def _bisect(
