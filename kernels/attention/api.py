@@ -8,6 +8,8 @@ from kvjax.kernels.attention.chunked import attention_chunked
 from kvjax.kernels.attention.options import PLAIN, AttentionOptions
 from kvjax.kernels.attention.partial import Partial, with_sinks
 from kvjax.kernels.attention.reference import attention_reference
+from kvjax.kernels.dispatch import target_platform
+from kvjax.kernels.paged_attention.decoding import decode_attention
 from kvjax.kernels.quantized import Quantized
 from kvjax.kernels.stacks import Layer, as_stack
 
@@ -82,6 +84,10 @@ def partial_attention(
   `attention`. Sinks count once, so `with_sinks` adds them after the last merge.
   """
   (keys, values), layer = as_stack((keys, values), layer)
-  return _IMPLEMENTATIONS[implementation](
+  attend = _IMPLEMENTATIONS[implementation]
+  one_token = queries.shape[2] == 1 and implementation == "chunked"
+  if one_token and target_platform() == "gpu":
+    attend = decode_attention
+  return attend(
     queries, keys, values, query_positions, key_positions, options, layer
   )

@@ -4,8 +4,8 @@ import functools
 
 from jaxtyping import Array, Float, Int
 
-from kvjax.kernels.attention import Partial, merge_devices
 from kvjax.kernels.attention.options import PLAIN, AttentionOptions
+from kvjax.kernels.attention.partial import Partial, merge_devices
 from kvjax.kernels.dispatch import Implementation, dispatch, on_mesh
 from kvjax.kernels.paged_attention.xla import paged_attention_xla
 from kvjax.kernels.programs import Programs

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.kernels.attention import Partial, merge
 from kvjax.kernels.attention.options import PLAIN, AttentionOptions
+from kvjax.kernels.attention.partial import Partial, merge
 from kvjax.kernels.attention.query_chunks import in_query_chunks
 from kvjax.kernels.quantized import Quantized, dequantize
 from kvjax.kernels.stacks import index_stack
