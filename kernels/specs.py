@@ -14,6 +14,10 @@ from jaxtyping import Array
 from kvjax import kernels
 
 
+def _everything(result: Any) -> Any:
+  return result
+
+
 @dataclasses.dataclass(frozen=True)
 class Spec:
   """An operation at the size of a real model.
@@ -25,6 +29,7 @@ class Spec:
     ideal_bytes: the minimum number of bytes that must move between the
       device's memory and its cores.
     library: a baseline made of standard JAX functions.
+    compared: what of a result all programs must agree on.
   """
 
   name: str
@@ -32,6 +37,7 @@ class Spec:
   arrays: Callable[[Array], tuple[Array, ...]]
   ideal_bytes: int
   library: Callable[..., Any] | None = None
+  compared: Callable[[Any], Any] = _everything
 
   @property
   def shapes(self) -> tuple[jax.ShapeDtypeStruct, ...]:

@@ -10,9 +10,11 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from kvjax.activations import Activations
+from kvjax.kernels.dispatch import target_platform
 from kvjax.model import Attend
 from kvjax.models.config import DecoderConfig
 from kvjax.models.experts import SparseMlp
+from kvjax.models.one_row import Projection, multiplied
 from kvjax.models.rope import Rope, Tables
 from kvjax.models.structure import GATES, LayerKind, NormStyle
 
@@ -47,8 +49,8 @@ class Norm(nnx.Module):
 
 def _linear(
   inputs: int, outputs: int, bias: bool, dtype: Any, rngs: nnx.Rngs
-) -> nnx.Linear:
-  return nnx.Linear(
+) -> Projection:
+  return Projection(
     inputs, outputs, use_bias=bias, dtype=dtype, param_dtype=dtype, rngs=rngs
   )
 
@@ -305,8 +307,11 @@ class Decoder(nnx.Module):
     """Multiplies by the output matrix."""
     product = functools.partial(jnp.matmul, preferred_element_type=jnp.float32)
     if not self.config.tie_embeddings:
-      return product(hidden, self.lm_head.kernel[...])
+      kernel = self.lm_head.kernel[...]
+      return multiplied(lambda rows: product(rows, kernel), hidden)
     embedding = self.embed_tokens.embedding[...]
+    if target_platform() == "gpu":
+      return multiplied(lambda rows: product(rows, embedding.T), hidden)
     if hidden.size == hidden.shape[-1]:
       # A CPU multiplies one vector by the rows of a matrix six times as fast as
       # by the columns of its transpose.

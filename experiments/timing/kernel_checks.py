@@ -35,9 +35,11 @@ def check(spec: Spec, seed: int) -> Checked:
   Integers, such as slots, must be equal, and other numbers nearly.
   """
   operands = jax.jit(spec.arrays)(jax.random.key(seed))
-  wanted = kernel_timing.results(kernel_timing.by(spec, XLA), operands)
+  wanted = kernel_timing.results(spec, kernel_timing.by(spec, XLA), operands)
   try:
-    found = kernel_timing.results(kernel_timing.by(spec, PALLAS), operands)
+    found = kernel_timing.results(
+      spec, kernel_timing.by(spec, PALLAS), operands
+    )
   except Exception as error:
     said = kernel_failures.sentence(error)
     if said is None:

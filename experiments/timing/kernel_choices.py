@@ -54,13 +54,13 @@ def measure(choices: Choices, rounds: int, seed: int) -> list[Tried]:
   """
   spec, kind = choices.spec, tuning.device_kind()
   operands = jax.jit(spec.arrays)(jax.random.key(seed))
-  wanted = kernel_timing.results(kernel_timing.by(spec, XLA), operands)
+  wanted = kernel_timing.results(spec, kernel_timing.by(spec, XLA), operands)
   candidates, timers = [], {}
   for number, options in enumerate(choices.combinations()):
     run = kernel_timing.by(spec, PALLAS)
     with kernels.use_table({kind: {choices.kernel: options}}):
       try:
-        found = kernel_timing.results(run, operands)
+        found = kernel_timing.results(spec, run, operands)
         checked = kernel_checks.compare(found, wanted)
         if found is not None and checked.fine:
           timers[number] = kernel_timing.timer(run, operands)

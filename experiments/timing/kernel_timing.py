@@ -88,7 +88,9 @@ def measure(
     seed: seed of the operands.
   """
   operands = jax.jit(spec.arrays)(jax.random.key(seed))
-  results_of = {name: results(run, operands) for name, run in _programs(spec)}
+  results_of = {
+    name: results(spec, run, operands) for name, run in _programs(spec)
+  }
   served = {
     name: timer(run, operands)
     for name, run in _programs(spec)
@@ -130,11 +132,15 @@ def by(
 
 
 def results(
-  run: Callable[..., Any], operands: Sequence[Any]
+  spec: Spec, run: Callable[..., Any], operands: Sequence[Any]
 ) -> PyTree[np.ndarray] | None:
-  """Runs a program; returns None if it declines."""
+  """Runs a program of a spec and returns what is compared.
+
+  None if it declines.
+  """
   try:
-    return jax.device_get(jax.jit(run)(*operands))
+    program = jax.jit(lambda *given: spec.compared(run(*given)))
+    return jax.device_get(program(*operands))
   except NotImplementedError:
     return None
 
@@ -145,7 +151,10 @@ def difference(actual: PyTree[np.ndarray], wanted: PyTree[np.ndarray]) -> float:
   for one, other in zip(*map(jax.tree.leaves, (actual, wanted)), strict=True):
     a, b = (np.asarray(x, np.float64) for x in (one, other))
     if not np.array_equal(a, b, equal_nan=True):
-      largest = np.maximum(largest, np.max(np.abs(a - b)) / np.max(np.abs(b)))
+      # Infinite where all that is wanted is 0.
+      with np.errstate(divide="ignore"):
+        relative = np.max(np.abs(a - b)) / np.max(np.abs(b))
+      largest = np.maximum(largest, relative)
   return float(largest)
 
 

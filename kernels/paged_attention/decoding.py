@@ -38,7 +38,7 @@ def decode_attention(
   return partial
 
 
-def _xla(
+def decode_attention_xla(
   queries: Float[Array, "B N 1 D"],
   keys: Float[Array, "L B K T D"] | Quantized,
   values: Float[Array, "L B K T Dv"] | Quantized,
@@ -47,12 +47,13 @@ def _xla(
   layer: Int[Array, ""],
   options: AttentionOptions,
 ) -> Partial:
+  """XLA version of `decode_attention`."""
   return attention_chunked(
     queries, keys, values, query_positions, key_positions, options, layer
   )
 
 
-def _gpu(
+def decode_attention_gpu(
   queries: Float[Array, "B N 1 D"],
   keys: Float[Array, "L B K T D"] | Quantized,
   values: Float[Array, "L B K T Dv"] | Quantized,
@@ -61,6 +62,11 @@ def _gpu(
   layer: Int[Array, ""],
   options: AttentionOptions,
 ) -> Partial:
+  """Kernel for `decode_attention`.
+
+  Raises:
+    NotImplementedError: see `paged_attention_gpu`; a window is served.
+  """
   # Pallas takes longer to import than the rest of kvjax.
   from kvjax.kernels.paged_attention.gpu import paged_attention_gpu
 
@@ -79,8 +85,15 @@ def _gpu(
   )
 
 
-def _tpu(*_: object, **__: object) -> Partial:
+def decode_attention_tpu(*_: object, **__: object) -> Partial:
+  """Declines.
+
+  Raises:
+    NotImplementedError: always.
+  """
   raise NotImplementedError("TPUs read stacks in place by XLA's program.")
 
 
-_PROGRAMS = Programs(_xla, _tpu, _gpu)
+_PROGRAMS = Programs(
+  decode_attention_xla, decode_attention_tpu, decode_attention_gpu
+)

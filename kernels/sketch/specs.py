@@ -32,7 +32,13 @@ def _sketching(
     run,
     arrays,
     batch * _HEADS * per_head + 4 * _HEADS * _DIM * width,
+    compared=_centered,
   )
+
+
+def _centered(sketched: Sketch) -> tuple[Array, Array]:
+  """The columns, from which only XLA's program has subtracted the mean."""
+  return sketched.projected - sketched.mean[..., None], sketched.gram
 
 
 def _leverage(batch: int, length: int, width: int) -> Spec:

@@ -2,8 +2,8 @@
 
 import functools
 import operator
-from collections.abc import Sequence
-from typing import NamedTuple, overload
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from kvjax.engine.capacity import (
   prepare_decoding,
   wider_capacities,
 )
+from kvjax.engine.compiler_options import decoding_options
 from kvjax.engine.decode import (
   DecodedTokens,
   Decoding,
@@ -254,7 +255,7 @@ def generate_from(
     inputs = DecodingInputs(
       turn.seeds, listener, turn.prepared, limit, sampling
     )
-    program = _generate_and_keep if turn.keep else _generate_and_discard
+    program = _program(turn.keep)
     layers = layers_apart(model, params, decoding.max_new_tokens)
     # Compiled for the rounded number of tokens; `inputs` stop the loop.
     decoded, new_cache = program(
@@ -301,6 +302,25 @@ def _generate_from_all(
     # Before the next group is joined.
     del joined, answers, kept
   return tuple(results[index] for index in range(len(caches)))
+
+
+def _program(keep: bool) -> Callable[..., tuple[DecodedTokens, Cache | None]]:
+  """Returns the program that generates, and keeps or discards the cache."""
+  program = _generate_and_keep if keep else _generate_and_discard
+  options = decoding_options()
+  return program if options is None else _with_options(program, **options)
+
+
+@functools.cache
+def _with_options(program: Any, **options: bool | int) -> Any:
+  """Returns one of the programs below with other options of the compiler."""
+  keeps = program is _generate_and_keep
+  return jax.jit(
+    program.__wrapped__,
+    static_argnames=("model", "decoding"),
+    donate_argnames=("cache",) if keeps else (),
+    compiler_options=options,
+  )
 
 
 @functools.partial(jax.jit, static_argnames=("model", "decoding"))

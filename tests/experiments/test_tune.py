@@ -274,7 +274,8 @@ def test_a_table_applies_where_kernels_are_chosen(monkeypatch, tmp_path):
 
 
 def test_tables_are_used_from_python_too():
-  run = kernel_timing.by(stub(wrong).spec, kernel_timing.PALLAS)
-  assert kernel_timing.results(run, (jnp.ones(8),))[0] == 1
+  spec = stub(wrong).spec
+  run = kernel_timing.by(spec, kernel_timing.PALLAS)
+  assert kernel_timing.results(spec, run, (jnp.ones(8),))[0] == 1
   with kernels.use_table({HERE: {"select/tpu": {"unroll": 4}}}):
-    assert kernel_timing.results(run, (jnp.ones(8),))[0] == 2
+    assert kernel_timing.results(spec, run, (jnp.ones(8),))[0] == 2
