@@ -84,7 +84,7 @@ def measure(
       candidate,
       result.cache.nbytes,
       float(np.mean(result.cache.num_attended)),
-      tree_bytes(lm.params) + _read_bytes(lm, result.cache),
+      weight_bytes(lm) + _read_bytes(lm, result.cache),
       [each / tokens for each in times],
     )
     for candidate, result, times in zip(chosen, results, times_of, strict=True)
@@ -114,6 +114,17 @@ def table(copies: Copies, results: Sequence[Decoded], rows: int) -> Table:
     for result in results
   ]
   return Table("", HEADING, lines, names=2)
+
+
+def weight_bytes(lm: Pretrained) -> int:
+  """Counts bytes of the weights without an embedding, of which rows are read.
+
+  A tied one is the output matrix, too.
+  """
+  total = tree_bytes(lm.params)
+  if lm.config.tie_embeddings:
+    return total
+  return total - tree_bytes(lm.params["embed_tokens"])
 
 
 def _read_bytes(lm: Pretrained, cache: kvjax.Cache) -> float:

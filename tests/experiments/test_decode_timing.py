@@ -11,6 +11,8 @@ from kvjax.experiments.timing import (
 )
 from kvjax.experiments.timing.decode_timing import Decoded
 from kvjax.experiments.timing.kernel_timing import Copies
+from kvjax.experiments.timing.random_models import random_llama
+from kvjax.models.pretrained import Pretrained
 
 FULL, KEYDIFF, FLAT = candidates(["keydiff", "flat"], [kvjax.Retention(0.25)])
 
@@ -35,6 +37,25 @@ def test_every_cache_decodes_and_says_what_it_reads(tiny, monkeypatch):
   heads = geometry.num_layers * layer.kv_heads
   spared = 150 * 2 * heads * 2 * layer.key_dim * 4
   assert found[0].least_bytes - found[1].least_bytes == spared
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_step_reads_all_weights_but_an_embedding(tied):
+  config, model, params = random_llama(
+    hidden_size=8,
+    intermediate_size=16,
+    num_hidden_layers=2,
+    num_attention_heads=1,
+    num_key_value_heads=1,
+    vocab_size=100,
+    max_position_embeddings=64,
+    tie_word_embeddings=tied,
+  )
+  # Four projections of attention, three of the MLP, two norms; the last norm
+  # and the output matrix.
+  wanted = 2 * (4 * 8 * 8 + 3 * 8 * 16 + 2 * 8) + 8 + 8 * 100
+  lm = Pretrained(model, params, config, None)
+  assert decode_timing.weight_bytes(lm) == 4 * wanted
 
 
 def test_steps_are_compared_with_the_first_and_with_copies():
