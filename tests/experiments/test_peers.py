@@ -73,9 +73,7 @@ def test_a_worker_answers_whatever_libraries_print():
       assert answer.peak > 2**20
     with pytest.raises(InputError, match="one failed: ValueError: no such"):
       worker.ask("fail")
-    with pytest.raises(
-      InputError, match=r"ended during end;.* last: .*no room$"
-    ):
+    with pytest.raises(InputError, match=r"during end;.* last: .*no room$"):
       worker.ask("end")
     with pytest.raises(InputError, match="one's process ended"):
       worker.ask("prefill", **SMALL)
