@@ -18,13 +18,20 @@ The columns:
 - s: median seconds of later calls;
 - ratio: kvpress's time over kvjax's, median and range over the rounds;
 - first: seconds of kvjax's first call, which compiles;
-- MiB: peak memory of the process in later calls;
+- MiB: peak memory of the process in later calls; on a GPU, of what the library
+  has on it, kvjax's since its process started, as JAX cannot reset it;
 - % of limit: the least time that the work takes at the speed of this device's
   matrix products and copies, relative to kvjax's.
 
 --model=random is a Llama of 4 layers, 8 query and 2 KV heads, width 512 and a
-context of 131,072 tokens. Without the environment, the table shows kvjax alone.
-measured.json in --output keeps every measurement, beside table.md.
+context of 131,072 tokens.
+
+  kvjax benchmark_peers --sizes=llama-3.1-8b --layers=4
+
+has random weights of a published model's sizes. Each library takes a GPU if it
+finds one; the table names both devices if they differ. Without the environment,
+the table shows kvjax alone. measured.json in --output keeps every measurement,
+beside table.md.
 
 On two cores, SmolLM2's prefill table takes about 30 minutes, the leaderboard 50
 with three rounds and 25 with --rounds=1, decode 10, and compress 5.
@@ -32,12 +39,14 @@ with three rounds and 25 with --rounds=1, decode 10, and compress 5.
 
 import contextlib
 import dataclasses
+import os
 import pathlib
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 
 import jax
+import jax.numpy as jnp
 from absl import flags
 
 import kvjax
@@ -49,7 +58,8 @@ from kvjax.experiments.report import benchmark_tables, wording
 from kvjax.experiments.run import outputs, progress_bar
 from kvjax.experiments.run.candidates import parse_budgets
 from kvjax.experiments.run.environment import device
-from kvjax.experiments.timing.random_models import random_llama
+from kvjax.experiments.timing import random_models
+from kvjax.experiments.tpu.published import SHIPPED
 from kvjax.models import pretrained
 
 _METHODS = ["full", "keydiff", "snapkv", "lagkv:lag=128", "compactor"]
@@ -72,6 +82,19 @@ _MINUTES = {"prefill": 30, "decode": 10, "compress": 5, "leaderboard": 50}
 _RANDOM = "random"
 
 flags.declare_key_flag("model")
+flags.declare_key_flag("dtype")
+_SIZES = flags.DEFINE_string(
+  "sizes",
+  None,
+  "Random weights with the sizes of a published model, instead of --model: a "
+  f"config.json, or one of {', '.join(SHIPPED)}.",
+)
+_LAYERS = flags.DEFINE_integer(
+  "layers",
+  None,
+  "With --sizes, layers of the model; the default is all.",
+  lower_bound=1,
+)
 _TABLE = flags.DEFINE_enum("table", "prefill", list(_LENGTHS), "What to time.")
 _NAMES = flags.DEFINE_list(
   "methods", None, "Methods; the default depends on the table."
@@ -99,6 +122,11 @@ _OUTPUT = flags.DEFINE_string("output", "results/peers", "Output folder.")
 
 def main() -> None:
   """Times the lines of a table."""
+  refusals.refuse_together("sizes", ["model"], "either is the model")
+  if _LAYERS.present and not _SIZES.present:
+    raise InputError("--layers is for --sizes.")
+  # On a GPU, JAX would take most of the memory that all processes share.
+  os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
   peer: pathlib.Path | None = pathlib.Path(_PEER.value)
   assert peer is not None
   if not (peer / "bin" / "python").exists():
@@ -125,14 +153,16 @@ def main() -> None:
     compared = []
     for case in progress_bar.track(chosen, "timing"):
       with workers.started(peer) as started:
-        compared.append(timing.compare(case, started, path, _ROUNDS.value))
+        compared.append(
+          timing.compare(case, started, path, run_inputs.dtype(), _ROUNDS.value)
+        )
   records = [dataclasses.asdict(one) for one in compared]
   outputs.write_json(folder / "measured.json", {"cases": records})
   benchmark_tables.show(
     folder,
     timing.table(_TABLE.value, compared),
-    f"{run_inputs.MODEL.value}, float32 on {device()}, median of "
-    f"{wording.count(_ROUNDS.value, 'round')}",
+    f"{_model_name()}, {run_inputs.dtype()} on {devices(compared[0])}, "
+    f"median of {wording.count(_ROUNDS.value, 'round')}",
     peers=compared[0].versions,
   )
   if peer is None:
@@ -144,6 +174,23 @@ def _alone() -> str:
     f"There is no kvpress in {_PEER.value}, so kvjax is alone; `make peers` "
     "sets it up."
   )
+
+
+def _model_name() -> str:
+  if _SIZES.value is None:
+    return str(run_inputs.MODEL.value)
+  layers = ""
+  if _LAYERS.value is not None:
+    layers = f", {wording.count(_LAYERS.value, 'layer')}"
+  return f"random weights of {_SIZES.value}'s sizes{layers}"
+
+
+def devices(compared: timing.Compared) -> str:
+  """Names the device, or both if the libraries found different ones."""
+  ours, theirs = compared.ours, compared.theirs
+  if theirs is None or theirs.device == ours.device:
+    return device()
+  return f"{device()} (kvpress on {theirs.device})"
 
 
 def _cases(sizes: cases.Sizes, lengths: Sequence[int]) -> Iterator[cases.Case]:
@@ -175,7 +222,7 @@ def _cases(sizes: cases.Sizes, lengths: Sequence[int]) -> Iterator[cases.Case]:
       sizes, methods, share, rows, lengths, _TOKENS.value
     )
   else:
-    yield from cases.compress_cases(methods, share, lengths)
+    yield from cases.compress_cases(methods, share, lengths, sizes.itemsize)
 
 
 def _share(text: str) -> float:
@@ -192,23 +239,32 @@ def _share(text: str) -> float:
 
 @contextlib.contextmanager
 def _saved_model() -> Iterator[tuple[pathlib.Path, cases.Sizes]]:
-  """Saves the model as both libraries read it, in float32."""
-  if run_inputs.MODEL.value == _RANDOM:
-    lm = _random_model()
-  else:
-    lm = pretrained.load(run_inputs.MODEL.value, "float32")
-  decoder = lm.params["layers"]
-  layer_weights = sum(x.size for x in jax.tree.leaves(decoder))
-  head = lm.config.vocab_size * lm.config.hidden_size
-  sizes = cases.Sizes(lm.config.geometry, layer_weights, head)
+  """Saves the model as both libraries read it, in the dtype of the run."""
+  dtype = run_inputs.dtype()
   with tempfile.TemporaryDirectory(prefix="kvjax-peers-") as folder:
-    pretrained.save(lm, folder)
-    del lm
+    # A GPU's memory is for the processes that are timed.
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+      lm = _model(dtype)
+      pretrained.save(lm, folder)
+    decoder = lm.params["layers"]
+    sizes = cases.Sizes(
+      lm.config.geometry,
+      layer_weights=sum(x.size for x in jax.tree.leaves(decoder)),
+      head_weights=lm.config.vocab_size * lm.config.hidden_size,
+      itemsize=jnp.dtype(dtype).itemsize,
+    )
+    del lm, decoder
     yield pathlib.Path(folder), sizes
 
 
-def _random_model() -> pretrained.Pretrained:
-  config, model, params = random_llama(
+def _model(dtype: str) -> pretrained.Pretrained:
+  """Draws or loads the model."""
+  if _SIZES.value is not None:
+    return random_models.with_sizes(_SIZES.value, dtype, _LAYERS.value)
+  if run_inputs.MODEL.value != _RANDOM:
+    return pretrained.load(run_inputs.MODEL.value, dtype)
+  config, model, params = random_models.random_llama(
+    dtype,
     vocab_size=8192,
     hidden_size=512,
     intermediate_size=1536,

@@ -8,7 +8,6 @@ from kvjax.model import Geometry
 
 # Shapes of a layer of Llama-3.1-8B.
 LAYER = {"heads": 32, "kv_heads": 8, "dim": 128}
-_FLOAT = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,11 +57,13 @@ class Sizes:
     geometry: of its layers.
     layer_weights: numbers in all layers' weights, without the embedding.
     head_weights: numbers that the logits are computed from.
+    itemsize: bytes of a number, of weights and of the cache.
   """
 
   geometry: Geometry
   layer_weights: int
   head_weights: int
+  itemsize: int
 
   def prefill(self, rows: int, length: int) -> Work:
     """The work of a forward pass without logits, which is causal."""
@@ -84,7 +85,7 @@ class Sizes:
     weights = self.layer_weights + self.head_weights
     return Work(
       2.0 * rows * weights * tokens,
-      _FLOAT * tokens * (weights + rows * kept * cached),
+      self.itemsize * tokens * (weights + rows * kept * cached),
     )
 
 
@@ -133,10 +134,13 @@ def decode_cases(
 
 
 def compress_cases(
-  methods: Sequence[str], retention: float, lengths: Sequence[int]
+  methods: Sequence[str],
+  retention: float,
+  lengths: Sequence[int],
+  itemsize: int,
 ) -> Iterator[Case]:
   """Scoring and compaction of a layer whose attention has been computed."""
-  token = LAYER["kv_heads"] * LAYER["dim"] * 2 * _FLOAT
+  token = LAYER["kv_heads"] * LAYER["dim"] * 2 * itemsize
   for length in lengths:
     for method in methods:
       yield Case(

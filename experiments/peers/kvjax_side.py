@@ -14,7 +14,7 @@ import numpy as np
 
 import kvjax
 from kvjax.experiments import cli
-from kvjax.experiments.peers.serving import serve
+from kvjax.experiments.peers.serving import Memory, serve
 from kvjax.experiments.run import stopwatch
 from kvjax.experiments.timing import layer_compression
 from kvjax.model import Geometry
@@ -26,6 +26,15 @@ _TOKEN_IDS = 1000
 _BATCH = 2
 
 
+class DeviceMemory(Memory):
+  """Memory of the device, which no CPU counts, or else of the process."""
+
+  def peak(self) -> int | None:
+    """Returns the peak in bytes; the device's is since the process started."""
+    stats = jax.local_devices()[0].memory_stats() or {}
+    return stats.get("peak_bytes_in_use") or super().peak()
+
+
 class Side:
   """What a library is asked to do; every time is in seconds."""
 
@@ -33,19 +42,29 @@ class Side:
     """Versions of the libraries."""
     return {"kvjax": kvjax.__version__, "jax": jax.__version__}
 
-  def load(self, path: str) -> None:
-    """Loads the model that the other operations use, in float32."""
-    self._model, self._params = load_decoder(path, "float32")
+  def device(self) -> str:
+    """The kind of the device, `cpu` for any processor."""
+    return jax.local_devices()[0].device_kind
+
+  def load(self, path: str, dtype: str) -> None:
+    """Loads the model, and sets the dtype of all other operations."""
+    self._dtype = dtype
+    self._model, self._params = load_decoder(path, dtype)
     jax.block_until_ready(self._params)
 
   def limits(self) -> dict[str, float]:
     """Measures bytes per second of copies and operations of products."""
-    size, copied = 2048, 2**27
-    matrix, array = jnp.ones((size, size)), jnp.ones(copied)
+    size, copied = 2048, 2**29
+    if jax.default_backend() != "cpu":
+      # For milliseconds; less would measure how fast calls start.
+      size, copied = 8192, 2**31
+    # Not of ones: a GPU's clock depends on the bits that change.
+    matrix = jax.random.normal(jax.random.key(0), (size, size), self._dtype)
+    array = jnp.ones(copied // matrix.itemsize, self._dtype)
     multiply, add = jax.jit(lambda x: x @ x), jax.jit(lambda x: x + 1)
     product = min(stopwatch.repeated(lambda: multiply(matrix), 5))
     copy = min(stopwatch.repeated(lambda: add(array), 5))
-    return {"bytes": 8 * copied / copy, "operations": 2 * size**3 / product}
+    return {"bytes": 2 * copied / copy, "operations": 2 * size**3 / product}
 
   def prefill(
     self, method: str, retention: float, rows: int, length: int
@@ -104,7 +123,7 @@ class Side:
     """Scores and compacts one layer, whose attention has been computed."""
     geometry = Geometry.uniform(1, heads, kv_heads, dim, length)
     plan = kvjax.get_plan(method, kvjax.Retention(retention))
-    activations = layer_compression.draw(geometry, length)
+    activations = layer_compression.draw(geometry, length, self._dtype)
     return layer_compression.Compression(plan).seconds(geometry, activations)
 
   def _prompts(self, rows: int, length: int) -> kvjax.Prompts:
@@ -121,4 +140,4 @@ class Side:
 
 if __name__ == "__main__":
   cli.limit_threads()
-  serve(Side())
+  serve(Side(), DeviceMemory())

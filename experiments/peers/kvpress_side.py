@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import transformers
 
-from .serving import serve
+from .serving import Memory, serve
 
 # By the method's name in kvjax, from the share removed to the press.
 PRESSES = {
@@ -39,28 +39,58 @@ EAGER = "h2o"
 TOKEN_IDS = 1000
 
 
+class CudaMemory(Memory):
+  """Memory that tensors take on the GPU."""
+
+  def __init__(self) -> None:
+    """Starts CUDA, which counts from then on."""
+    torch.cuda.init()
+
+  def reset(self) -> None:
+    """Starts a new peak."""
+    torch.cuda.reset_peak_memory_stats()
+
+  def peak(self) -> int:
+    """Returns the peak in bytes."""
+    peak: int = torch.cuda.max_memory_allocated()
+    return peak
+
+
 class Side:
   """What a library is asked to do; every time is in seconds."""
+
+  def __init__(self) -> None:
+    """Chooses a GPU, if there is one."""
+    self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
   def versions(self) -> dict[str, str]:
     """Versions of the libraries."""
     names = ("kvpress", "torch", "transformers")
     return {name: importlib.metadata.version(name) for name in names}
 
-  def load(self, path: str) -> None:
-    """Loads the model that the other operations use, in float32."""
-    self.model = transformers.AutoModelForCausalLM.from_pretrained(
-      path, dtype=torch.float32, attn_implementation="sdpa"
-    ).eval()
+  def device(self) -> str:
+    """The name of the GPU, or `cpu`."""
+    if self._device.type == "cpu":
+      return "cpu"
+    name: str = torch.cuda.get_device_name(self._device)
+    return name
+
+  def load(self, path: str, dtype: str) -> None:
+    """Loads the model, and sets the dtype of all other operations."""
+    self._dtype = getattr(torch, dtype)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+      path, dtype=self._dtype, attn_implementation="sdpa"
+    )
+    self.model = model.to(self._device).eval()
 
   def prefill(
     self, method: str, retention: float, rows: int, length: int
   ) -> float:
     """Prefills prompts and compresses their cache."""
     tokens = self._tokens(rows, length)
-    begin = time.perf_counter()
+    begin = self._now()
     cache = self._prefill(method, retention, tokens)
-    seconds = time.perf_counter() - begin
+    seconds = self._now() - begin
     assert cache.get_seq_length() <= length
     return seconds
 
@@ -71,9 +101,9 @@ class Side:
     cache = self._prefill(method, retention, self._tokens(rows, length))
     # A step before the clock starts, as a first one may set things up.
     token = self._step(self._tokens(rows, 1), cache, length)
-    begin = time.perf_counter()
+    begin = self._now()
     self._decode(token, cache, length + 1, new_tokens)
-    return time.perf_counter() - begin
+    return self._now() - begin
 
   def answer(
     self,
@@ -84,12 +114,12 @@ class Side:
   ) -> float:
     """Prefills and decodes a row at a time, as its pipeline does."""
     tokens = self._tokens(rows, length)
-    begin = time.perf_counter()
+    begin = self._now()
     for method, retention in cells:
       for row in tokens:
         cache = self._prefill(method, retention, row[None])
         self._decode(row[None, -1:], cache, length, new_tokens)
-    return time.perf_counter() - begin
+    return self._now() - begin
 
   def compress(
     self,
@@ -101,10 +131,11 @@ class Side:
     dim: int,
   ) -> float:
     """Scores and compacts one layer, whose attention has been computed."""
-    draw = torch.Generator().manual_seed(0)
+    placed: dict[str, Any] = dict(device=self._device, dtype=self._dtype)
+    draw = torch.Generator(self._device).manual_seed(0)
 
     def normal(*shape: int) -> Any:
-      return torch.randn(*shape, generator=draw)
+      return torch.randn(*shape, generator=draw, **placed)
 
     width = heads * dim
     config = transformers.LlamaConfig(
@@ -115,12 +146,13 @@ class Side:
       num_hidden_layers=1,
       max_position_embeddings=length,
     )
-    module = transformers.models.llama.modeling_llama.LlamaAttention(config, 0)
-    rotary = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding
+    llama = transformers.models.llama.modeling_llama
+    module = llama.LlamaAttention(config, 0).to(**placed)
     hidden = normal(1, length, width)
     keys, values = (normal(1, kv_heads, length, dim) for _ in range(2))
-    module.rotary_emb = rotary(config)
-    positions = torch.arange(length)[None]
+    # Frequencies stay in float32, as in a model.
+    module.rotary_emb = llama.LlamaRotaryEmbedding(config).to(self._device)
+    positions = torch.arange(length, device=self._device)[None]
     kwargs = dict(
       position_embeddings=module.rotary_emb(hidden, positions),
       hidden_states=hidden,
@@ -128,14 +160,21 @@ class Side:
     press = PRESSES[method](1 - retention)
     with contextlib.suppress(AttributeError):
       press.post_init_from_model(types.SimpleNamespace(config=config))
-    begin = time.perf_counter()
+    begin = self._now()
     with torch.no_grad():
       press.compress(module, hidden, keys, values, None, kwargs)
-    return time.perf_counter() - begin
+    return self._now() - begin
+
+  def _now(self) -> float:
+    """Reads the clock when all that was asked for has been computed."""
+    if self._device.type == "cuda":
+      torch.cuda.synchronize()
+    return time.perf_counter()
 
   def _tokens(self, rows: int, length: int) -> Any:
     draw = np.random.default_rng(0)
-    return torch.from_numpy(draw.integers(0, TOKEN_IDS, (rows, length)))
+    tokens = draw.integers(0, TOKEN_IDS, (rows, length))
+    return torch.from_numpy(tokens).to(self._device)
 
   @torch.no_grad()
   def _prefill(self, method: str, retention: float, tokens: Any) -> Any:
@@ -155,7 +194,7 @@ class Side:
 
   @torch.no_grad()
   def _step(self, token: Any, cache: Any, position: int) -> Any:
-    positions = torch.full(token.shape, position)
+    positions = torch.full(token.shape, position, device=self._device)
     outputs = self.model(
       input_ids=token, past_key_values=cache, position_ids=positions
     )
@@ -168,4 +207,4 @@ class Side:
 
 if __name__ == "__main__":
   transformers.utils.logging.disable_progress_bar()
-  serve(Side())
+  serve(Side(), CudaMemory() if torch.cuda.is_available() else Memory())

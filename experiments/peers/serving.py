@@ -16,41 +16,45 @@ _RESET = pathlib.Path("/proc/self/clear_refs")
 _STATUS = pathlib.Path("/proc/self/status")
 
 
-def serve(side: object) -> None:
+class Memory:
+  """Memory that a library takes: the process's, on a CPU."""
+
+  def reset(self) -> None:
+    """Starts a new peak."""
+    with contextlib.suppress(OSError):
+      _RESET.write_text("5")
+
+  def peak(self) -> int | None:
+    """Returns the peak of resident memory in bytes; None if it is unknown."""
+    with contextlib.suppress(OSError):
+      for line in _STATUS.read_text().splitlines():
+        if line.startswith("VmHWM:"):
+          return 1024 * int(line.split()[1])
+    return None
+
+
+def serve(side: object, memory: Memory) -> None:
   """Answers requests until stdin ends.
 
   A request is a JSON object with the name of an operation in "do", and its
   arguments. The answer has what it returned in "result" (seconds, for most) and
-  the process's peak memory during it in "peak", in bytes; or in "error" the
-  last line of what went wrong.
+  the peak of memory during it in "peak", in bytes; or in "error" the last line
+  of what went wrong.
 
   Args:
     side: has a method for each operation.
+    memory: of the device that computes.
   """
   answers = os.fdopen(os.dup(1), "w")
   # What libraries print must not get between the answers.
   os.dup2(2, 1)
   for line in sys.stdin:
     request = json.loads(line)
-    _reset_peak()
+    memory.reset()
     try:
       result = getattr(side, request.pop("do"))(**request)
-      answer = {"result": result, "peak": _peak()}
+      answer = {"result": result, "peak": memory.peak()}
     except Exception as error:
       traceback.print_exc()
       answer = {"error": f"{type(error).__name__}: {error}"}
     print(json.dumps(answer), file=answers, flush=True)
-
-
-def _reset_peak() -> None:
-  with contextlib.suppress(OSError):
-    _RESET.write_text("5")
-
-
-def _peak() -> int | None:
-  """Returns the peak of resident memory in bytes; None where it is unknown."""
-  with contextlib.suppress(OSError):
-    for line in _STATUS.read_text().splitlines():
-      if line.startswith("VmHWM:"):
-        return 1024 * int(line.split()[1])
-  return None

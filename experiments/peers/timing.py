@@ -18,13 +18,15 @@ class Times:
   Attributes:
     first: seconds of the first call, which compiles what there is to compile.
     seconds: of later calls, one per round.
-    peak: peak of the process's memory in later calls, in bytes; None where it
-      is unknown.
+    peak: peak of memory in later calls, in bytes (kvjax's on a GPU is of all
+      calls); None where it is unknown.
+    device: what computed.
   """
 
   first: float
   seconds: Sequence[float]
   peak: int | None
+  device: str
 
   @property
   def median(self) -> float:
@@ -59,23 +61,30 @@ class Compared:
 
 
 def compare(
-  case: Case, workers: Sequence[Worker], model: pathlib.Path, rounds: int
+  case: Case,
+  workers: Sequence[Worker],
+  model: pathlib.Path,
+  dtype: str,
+  rounds: int,
 ) -> Compared:
   """Times a case in processes that are new, so that memory is the case's own.
 
   Args:
     case: the case.
     workers: kvjax's, and kvpress's if there is one.
-    model: directory of the model, in float32.
+    model: directory of the model.
+    dtype: dtype of weights, cache and activations.
     rounds: later calls of each.
 
   Raises:
     InputError: a library fails.
   """
   versions: dict[str, str] = {}
+  devices = []
   for worker in workers:
     versions.update(worker.ask("versions").result)
-    worker.ask("load", path=str(model))
+    devices.append(worker.ask("device").result)
+    worker.ask("load", path=str(model), dtype=dtype)
   share, arguments = [1.0] * len(workers), [case.arguments] * len(workers)
   if case.per_row and len(workers) > 1:
     share[1] = float(case.arguments["rows"])
@@ -90,7 +99,7 @@ def compare(
   for _ in range(rounds):
     for index, made in enumerate(calls):
       made.append(call(index))
-  times = [_times(one, made) for one, made in zip(first, calls, strict=True)]
+  times = list(map(_times, first, calls, devices))
   # Last, since it takes memory.
   limits = workers[0].ask("limits").result
   return Compared(
@@ -102,11 +111,12 @@ def compare(
   )
 
 
-def _times(first: float, calls: Sequence[tuple[float, int | None]]) -> Times:
+def _times(
+  first: float, calls: Sequence[tuple[float, int | None]], device: str
+) -> Times:
   peaks = [peak for _, peak in calls if peak is not None]
-  return Times(
-    first, [seconds for seconds, _ in calls], max(peaks) if peaks else None
-  )
+  seconds = [seconds for seconds, _ in calls]
+  return Times(first, seconds, max(peaks) if peaks else None, device)
 
 
 HEADING = (
@@ -152,6 +162,8 @@ def _cells(compared: Compared) -> tuple[str, ...]:
 
 
 def _seconds(value: float, most: int = 3) -> str:
+  if value < 0.1:  # as of a layer on a GPU
+    return f"{value:.3g}"
   digits = most if value < 10 else 1 if value < 100 else 0
   return f"{value:,.{digits}f}"
 

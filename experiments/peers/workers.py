@@ -6,12 +6,17 @@ import os
 import pathlib
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from kvjax.errors import InputError
 
 _EXPERIMENTS = pathlib.Path(__file__).parents[1]
+# Of a checkout, whose folders are links in kvjax/.
+_ROOT = _EXPERIMENTS.resolve().parent
+# Characters of an error that ended a process.
+_LAST = 200
 
 
 class Measured(NamedTuple):
@@ -19,7 +24,7 @@ class Measured(NamedTuple):
 
   Attributes:
     result: what the operation returned, mostly seconds.
-    peak: peak of the process's resident memory in bytes, if it is known.
+    peak: peak of memory in bytes, if it is known; see `serving.Memory`.
   """
 
   result: Any
@@ -30,22 +35,36 @@ class Worker:
   """A process that does what it is asked to, and says how long it took."""
 
   def __init__(
-    self, name: str, command: Sequence[str], folder: pathlib.Path
+    self,
+    name: str,
+    command: Sequence[str],
+    folder: pathlib.Path,
+    variables: Mapping[str, str] | None = None,
   ) -> None:
-    """Starts the process."""
+    """Starts the process.
+
+    Args:
+      name: the library's, for messages.
+      command: the program and its arguments.
+      folder: where the process starts.
+      variables: of its environment, besides those of this process.
+    """
     self._name = name
     # Threads that wait in a loop would take a core from the other worker. The
     # peer may use OpenBLAS for products, so that our limit is not for it; our
     # worker sets its own.
     environment = {**os.environ, "OMP_WAIT_POLICY": "passive"}
     environment.pop("OPENBLAS_NUM_THREADS", None)
+    environment |= variables or {}
+    # `stop` closes it.
+    self._errors = tempfile.TemporaryFile()  # noqa: SIM115
     self._process = subprocess.Popen(
       command,
       cwd=folder,
       env=environment,
       stdin=subprocess.PIPE,
       stdout=subprocess.PIPE,
-      stderr=subprocess.DEVNULL,
+      stderr=self._errors,
       text=True,
     )
     assert self._process.stdin is not None
@@ -68,7 +87,7 @@ class Worker:
     if not line:
       raise InputError(
         f"{self._name}'s process ended during {operation}; there may be too "
-        "little memory, or its environment is incomplete."
+        f"little memory, or its environment is incomplete.{self._last_words()}"
       )
     answer = json.loads(line)
     if "error" in answer:
@@ -79,6 +98,14 @@ class Worker:
     """Ends the process."""
     self._process.kill()
     self._process.communicate()
+    self._errors.close()
+
+  def _last_words(self) -> str:
+    """Says what the process wrote last on stderr, if anything."""
+    self._process.wait()
+    self._errors.seek(0)
+    said = " ".join(self._errors.read().decode(errors="replace").split())
+    return f" It said last: {said[-_LAST:]}" if said else ""
 
 
 @contextlib.contextmanager
@@ -96,8 +123,20 @@ def started(environment: pathlib.Path | None) -> Iterator[list[Worker]]:
       python = str((environment / "bin" / "python").absolute())
       theirs = (python, "-m", "peers.kvpress_side")
       # From their folder: kvjax cannot be imported there.
-      workers.append(Worker("kvpress", theirs, _EXPERIMENTS))
+      variables = {"PYTHONPATH": _path_of_peers()}
+      workers.append(Worker("kvpress", theirs, _EXPERIMENTS, variables))
     yield workers
   finally:
     for worker in workers:
       worker.stop()
+
+
+def _path_of_peers() -> str:
+  """PYTHONPATH without this checkout.
+
+  Its folders have names of other packages, such as kernels, which transformers
+  would take for Hugging Face's.
+  """
+  given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+  folders = [pathlib.Path(path).resolve() for path in given if path]
+  return os.pathsep.join(str(path) for path in folders if path != _ROOT)

@@ -5,6 +5,7 @@ from typing import Any
 import jax.numpy as jnp
 from flax import nnx
 
+from kvjax.errors import InputError
 from kvjax.experiments.tpu.published import Published
 from kvjax.models.config import DecoderConfig
 from kvjax.models.decoder import Decoder
@@ -12,8 +13,10 @@ from kvjax.models.language_model import DecoderModel, from_decoder
 from kvjax.models.pretrained import Pretrained
 
 
-def random_llama(**sizes: Any) -> tuple[DecoderConfig, DecoderModel, nnx.State]:
-  """Creates a Llama in float32."""
+def random_llama(
+  dtype: str = "float32", **sizes: Any
+) -> tuple[DecoderConfig, DecoderModel, nnx.State]:
+  """Creates a Llama."""
   config = DecoderConfig.from_hf(
     dict(
       model_type="llama",
@@ -26,21 +29,27 @@ def random_llama(**sizes: Any) -> tuple[DecoderConfig, DecoderModel, nnx.State]:
     )
     | sizes
   )
-  decoder = Decoder(config, dtype=jnp.float32, rngs=nnx.Rngs(0))
+  decoder = Decoder(config, dtype=jnp.dtype(dtype), rngs=nnx.Rngs(0))
   return config, *from_decoder(decoder)
 
 
-def with_sizes(name: str, dtype: str) -> Pretrained:
+def with_sizes(name: str, dtype: str, layers: int | None = None) -> Pretrained:
   """Creates a model of the sizes of a published one, without a tokenizer.
 
   Args:
     name: name of a model whose sizes come with kvjax, or a config.json.
     dtype: dtype of the weights.
+    layers: number of layers, the first ones; all by default.
 
   Raises:
-    InputError: there are no such sizes.
+    InputError: there are no such sizes, or not so many layers.
   """
   published = Published.find(name)
-  config = published.config(published.layers)
+  if layers is not None and layers > published.layers:
+    raise InputError(
+      f"--layers={layers} is more than the {published.layers} layers of "
+      f"{published.name}."
+    )
+  config = published.config(layers or published.layers)
   decoder = Decoder(config, dtype=jnp.dtype(dtype), rngs=nnx.Rngs(0))
   return Pretrained(*from_decoder(decoder), config, None)

@@ -3,19 +3,26 @@
 import ast
 import contextlib
 import inspect
+import json
 import pathlib
 import sys
+import types
 
 import jax
 import jax.numpy as jnp
 import pytest
+from tiny_published import TINY
 
 import kvjax
 from kvjax.engine.forward import prompt_hidden
 from kvjax.errors import InputError
-from kvjax.experiments.peers import cases, timing
-from kvjax.experiments.peers.kvjax_side import Side
+from kvjax.experiments import benchmark_peers
+from kvjax.experiments.peers import cases, timing, workers
+from kvjax.experiments.peers.kvjax_side import DeviceMemory, Side
+from kvjax.experiments.peers.serving import Memory
 from kvjax.experiments.peers.workers import Worker
+from kvjax.experiments.run.environment import device
+from kvjax.models.pretrained import load_decoder
 
 ROOT = pathlib.Path(__file__).parents[2]
 KVPRESS_SIDE = ROOT / "experiments" / "peers" / "kvpress_side.py"
@@ -24,7 +31,7 @@ SMALL = dict(method="keydiff", retention=0.25, rows=2, length=40)
 # Seconds that grow by one with every call, so that rounds can be told apart.
 STUB = """
 import types
-from peers.serving import serve
+from peers.serving import Memory, serve
 calls = []
 def prefill(method, retention, rows, length):
   print("a library prints this")
@@ -33,10 +40,11 @@ def prefill(method, retention, rows, length):
 def fail():
   raise ValueError("no such thing")
 serve(types.SimpleNamespace(
-  versions=lambda: {"NAME": "1"}, load=lambda path: None, prefill=prefill,
-  fail=fail, end=lambda: exit(3),
+  versions=lambda: {"NAME": "1"}, device=lambda: "a NAME",
+  load=lambda path, dtype: None, prefill=prefill,
+  fail=fail, end=lambda: exit("no room"),
   limits=lambda: {"operations": 1e3, "bytes": 1e3},
-))
+), Memory())
 """
 
 
@@ -50,10 +58,10 @@ def stub(name="one", scale=1):
     worker.stop()
 
 
-@pytest.fixture(scope="module")
-def side(tiny_directory):
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def side(tiny_directory, request):
   side = Side()
-  side.load(str(tiny_directory))
+  side.load(str(tiny_directory), request.param)
   return side
 
 
@@ -65,7 +73,7 @@ def test_a_worker_answers_whatever_libraries_print():
       assert answer.peak > 2**20
     with pytest.raises(InputError, match="one failed: ValueError: no such"):
       worker.ask("fail")
-    with pytest.raises(InputError, match="one's process ended during end;"):
+    with pytest.raises(InputError, match=r"during end;.* last: .*no room$"):
       worker.ask("end")
     with pytest.raises(InputError, match="one's process ended"):
       worker.ask("prefill", **SMALL)
@@ -74,13 +82,14 @@ def test_a_worker_answers_whatever_libraries_print():
 def test_libraries_take_turns_and_first_calls_are_apart(tmp_path):
   case = cases.Case("line", "prefill", SMALL, cases.Work(moved=2e3))
   with stub() as ours, stub("other", 2) as theirs:
-    found = timing.compare(case, [ours, theirs], tmp_path, rounds=3)
+    found = timing.compare(case, [ours, theirs], tmp_path, "float32", rounds=3)
   assert found.ours.first == 3
   assert found.ours.seconds == [4, 5, 6]
   assert found.theirs.seconds == [8, 10, 12]
   assert found.ratios() == [2, 2, 2]
   assert found.share == 2 / 5
   assert found.versions == {"one": "1", "other": "1"}
+  assert (found.ours.device, found.theirs.device) == ("a one", "a other")
   table = timing.table("prefill", [found])
   assert table.header == ("prefill", *timing.HEADING)
   (line,) = table.lines
@@ -91,7 +100,7 @@ def test_libraries_take_turns_and_first_calls_are_apart(tmp_path):
 def test_a_peer_that_takes_row_after_row_is_timed_on_one(tmp_path):
   case = cases.Case("line", "prefill", SMALL, per_row=True)
   with stub() as ours, stub("other") as theirs:
-    found = timing.compare(case, [ours, theirs], tmp_path, rounds=1)
+    found = timing.compare(case, [ours, theirs], tmp_path, "float32", rounds=1)
   # Of one round there is no range, and of no counted work no limit.
   assert timing.table("prefill", [found]).header[3:5] == (
     *("ratio", "kvjax, first call, s"),
@@ -100,11 +109,58 @@ def test_a_peer_that_takes_row_after_row_is_timed_on_one(tmp_path):
   assert found.theirs.seconds == [6]  # twice the second call with one row
 
 
+def test_a_device_knows_the_memory_that_is_taken_on_it(monkeypatch):
+  taken = DeviceMemory().peak()
+  assert taken == pytest.approx(Memory().peak(), rel=0.1)
+  counts = {"bytes_in_use": 3, "peak_bytes_in_use": 5}
+  gpu = types.SimpleNamespace(memory_stats=lambda: counts)
+  monkeypatch.setattr(jax, "local_devices", lambda: [gpu])
+  assert DeviceMemory().peak() == 5
+
+
+def test_the_peer_sees_pythonpath_without_this_checkout(tmp_path, monkeypatch):
+  """transformers takes the folder kernels for a library that it can use."""
+  code = "import importlib.util as u, mine; print(u.find_spec('kernels'))"
+  python = tmp_path / "bin" / "python"
+  python.parent.mkdir()
+  python.write_text(f'#!/bin/sh\n{sys.executable} -Sc "{code}" >&2; exit 1\n')
+  python.chmod(0o755)
+  site = tmp_path / "site"
+  site.mkdir()
+  (site / "mine.py").touch()
+  monkeypatch.chdir(tmp_path)
+  monkeypatch.setenv("PYTHONPATH", f"site:{ROOT}")
+  with (
+    workers.started(tmp_path) as (_, peer),
+    pytest.raises(InputError, match=r"said last: None$"),
+  ):
+    peer.ask("versions")
+
+
+def test_a_table_names_both_devices_where_they_differ():
+  case = cases.Case("line", "prefill", SMALL)
+  cpu, gpu = (timing.Times(1, [1], None, name) for name in ("cpu", "H100"))
+  said = [
+    benchmark_peers.devices(timing.Compared(case, cpu, theirs, None, {}))
+    for theirs in (None, cpu, gpu)
+  ]
+  assert said == [device(), device(), f"{device()} (kvpress on H100)"]
+
+
+def test_times_of_less_than_a_tenth_have_three_digits():
+  case = cases.Case("line", "prefill", SMALL)
+  ours = timing.Times(12.34, [0.0012345], None, "H100")
+  theirs = timing.Times(1, [0.12345], None, "H100")
+  found = timing.Compared(case, ours, theirs, None, {})
+  (line,) = timing.table("prefill", [found]).lines
+  assert line[1:4] == ("0.00123", "0.123", "100.0")
+
+
 def test_both_sides_do_the_same_operations():
   (theirs,) = (
     node
     for node in ast.parse(KVPRESS_SIDE.read_text()).body
-    if isinstance(node, ast.ClassDef)
+    if isinstance(node, ast.ClassDef) and node.name == "Side"
   )
   arguments = {
     node.name: [each.arg for each in node.args.args]
@@ -132,7 +188,7 @@ def test_the_least_work_is_that_of_the_compiled_products(tiny):
   """XLA counts the operations of a forward pass with the whole square."""
   geometry, rows, length = tiny.config.geometry, 2, 96
   layers = jax.tree.leaves(tiny.params["layers"])
-  sizes = cases.Sizes(geometry, sum(x.size for x in layers), 0)
+  sizes = cases.Sizes(geometry, sum(x.size for x in layers), 0, 4)
   program = jax.jit(
     lambda params, tokens, lengths: prompt_hidden(
       tiny.model, params, tokens, lengths
@@ -153,15 +209,28 @@ def test_the_least_work_is_that_of_the_compiled_products(tiny):
   assert 0.6 * counted < square < counted
 
 
-def test_decoding_reads_weights_and_caches_once_per_token(tiny):
-  leaves = jax.tree.leaves(tiny.params["layers"])
-  sizes = cases.Sizes(tiny.config.geometry, sum(x.size for x in leaves), 7)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_decoding_reads_weights_and_caches_once_per_token(
+  tiny_directory, dtype
+):
+  model, params = load_decoder(tiny_directory, dtype)
+  leaves = jax.tree.leaves(params["layers"])
+  itemsize = jnp.dtype(dtype).itemsize
+  count = sum(x.size for x in leaves)
+  sizes = cases.Sizes(model.geometry, count, 7, itemsize)
   plan = kvjax.get_plan("keydiff", kvjax.Retention(1.0))
   prompts = kvjax.Prompts.of([[5] * 32] * 3)
-  cache, _ = kvjax.prefill(tiny.model, tiny.params, prompts, plan)
+  cache, _ = kvjax.prefill(model, params, prompts, plan)
   keys = sum(x.nbytes for s in cache.stacks for x in (s.keys, s.values))
-  weights = sum(x.nbytes for x in leaves) + 4 * 7
+  weights = sum(x.nbytes for x in leaves) + itemsize * 7
   assert sizes.decode(3, 32, 10).moved == 10 * (weights + keys)
+
+
+def test_compaction_moves_half_as_many_bytes_in_half_as_many_bits():
+  (wide,), (narrow,) = (
+    cases.compress_cases(["keydiff"], 0.25, [64], size) for size in (4, 2)
+  )
+  assert wide.work.moved == 2 * narrow.work.moved > 0
 
 
 def test_limits_bound_each_other():
@@ -176,6 +245,8 @@ def test_limits_bound_each_other():
     (["--length=9000"], "--length=9000 and --tokens=32 are more than this"),
     (["--retention=0.5,0.25"], "--retention takes one share for the table"),
     (["--retention=all"], "all"),
+    (["--layers=2"], "--layers is for --sizes."),
+    (["--sizes=llama-3.1-8b"], "--sizes and --model do not go together"),
   ],
 )
 def test_wrong_flags_are_refused(refusal, tiny_directory, arguments, message):
@@ -214,3 +285,25 @@ def test_without_a_peer_we_are_alone(
   assert '"theirs": null' in (tmp_path / "measured.json").read_text()
   written = (tmp_path / "table.md").read_text()
   assert written.startswith(f"| {table} | kvjax, s | kvjax, first call, s |")
+
+
+@pytest.mark.slow
+def test_a_model_has_the_sizes_of_a_published_one(run_binary, tmp_path):
+  fields = {**TINY.fields, "vocab_size": 1000}
+  (tmp_path / "config.json").write_text(json.dumps(fields))
+  result = run_binary(
+    "kvjax.experiments.benchmark_peers",
+    f"--sizes={tmp_path}",
+    "--layers=2",
+    "--dtype=bfloat16",
+    "--table=decode",
+    "--length=64",
+    "--rounds=1",
+    "--tokens=2",
+    "--methods=keydiff",
+    f"--peer={tmp_path}",
+    f"--output={tmp_path}",
+  )
+  assert result.returncode == 0, result.stderr
+  said = " ".join((tmp_path / "table.md").read_text().split())
+  assert f"random weights of {tmp_path}'s sizes, 2 layers, bfloat16 on" in said
