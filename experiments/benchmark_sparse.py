@@ -32,7 +32,8 @@ _LENGTH = flags.DEFINE_list(
 _ROUNDS = flags.DEFINE_integer(
   "rounds", 5, "Number of timings per cache.", lower_bound=1
 )
-flags.declare_key_flag("seed")
+for name in ("dtype", "seed"):
+  flags.declare_key_flag(name)
 _OUTPUT = flags.DEFINE_string("output", "results/sparse", "Output folder.")
 
 
@@ -43,7 +44,7 @@ def main() -> None:
   lengths = run_inputs.parse_lengths(_LENGTH.value)
   folder = outputs.folder(_OUTPUT.value)
   cli.announce()
-  heads = sparse_timing.Heads()
+  heads = sparse_timing.Heads(dtype=run_inputs.dtype())
   measured = {
     length: sparse_timing.measure(
       retrievals,
@@ -60,9 +61,10 @@ def main() -> None:
     folder,
     sparse_timing.table({n: found for n, (_, found) in measured.items()}),
     f"{_KEYS.value:,} keys retrieved in one layer with {heads.heads} query and "
-    f"{heads.kv_heads} KV heads of {heads.head_dim} channels, one row, float32 "
-    f"on {device(1)}, median of {wording.count(_ROUNDS.value, 'round')}, seed "
-    f"{run_inputs.SEED.value}; copies moved {benchmark_tables.speeds(speeds)}",
+    f"{heads.kv_heads} KV heads of {heads.head_dim} channels, one row, "
+    f"{heads.dtype} on {device(1)}, median of "
+    f"{wording.count(_ROUNDS.value, 'round')}, seed {run_inputs.SEED.value}; "
+    f"copies moved {benchmark_tables.speeds(speeds)}",
     code=True,
   )
 

@@ -180,6 +180,12 @@ def score_axis(summary: Summary) -> str:
   return f"{scored(summary)}, mean over tasks (%)"
 
 
+def milliseconds(seconds: float, decimals: int = 2) -> str:
+  """Writes seconds as milliseconds; less than one has three digits."""
+  value = 1e3 * seconds
+  return f"{value:.3g}" if value < 1 else f"{value:,.{decimals}f}"
+
+
 def mib(size: float) -> str:
   """Formats bytes as MiB without the unit: `1,234` or `56.7`."""
   number = size / 2**20

@@ -10,6 +10,7 @@ import numpy as np
 import rich.console
 
 import kvjax
+from kvjax.experiments.report import wording
 from kvjax.experiments.report.formats import Table
 from kvjax.experiments.run import prefilling, progress_bar, stopwatch
 from kvjax.experiments.run.candidates import Candidate
@@ -106,7 +107,7 @@ def table(copies: Copies, results: Sequence[Decoded], rows: int) -> Table:
       result.candidate.budget,
       f"{result.cache_bytes / rows / 2**20:,.2f}",
       f"{result.read_tokens:,.0f}",
-      f"{1e3 * result.step:,.2f}",
+      wording.milliseconds(result.step),
       f"{rows / result.step:,.0f}",
       f"{full / result.step:.2f}",
       f"{100 * result.least_bytes / result.step / copies.bytes_per_second:.1f}",

@@ -118,7 +118,7 @@ def table(results: Sequence[Scaled]) -> Table:
   lines = [
     (
       one.name,
-      *(f"{1e3 * one.seconds[n]:,.1f}" for n in lengths),
+      *(wording.milliseconds(one.seconds[n], 1) for n in lengths),
       *of_attention(one),
       _exponent(one.time_slope),
       f"{one.temporary[longest] / 2**20:,.1f}",

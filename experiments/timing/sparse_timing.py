@@ -34,11 +34,12 @@ _TOKENS = 8
 
 
 class Heads(NamedTuple):
-  """Heads of a layer; the defaults are those of Llama-3.1-8B."""
+  """Heads of a layer, by default those of Llama-3.1-8B, and their dtype."""
 
   heads: int = 32
   kv_heads: int = 8
   head_dim: int = 128
+  dtype: str = "float32"
 
 
 class Attended(NamedTuple):
@@ -149,7 +150,7 @@ def table(results: Mapping[int, Sequence[Attended]]) -> Table:
       f"{1e3 * result.index_seconds:,.1f}"
       if result is not full
       else wording.NOTHING,
-      f"{1e3 * result.token:,.2f}",
+      wording.milliseconds(result.token),
       f"{full.token / result.token:.2f}",
     )
     for length, (full, *others) in results.items()
@@ -203,7 +204,7 @@ def _draw(seed: int, length: int, heads: Heads) -> Activations:
       for topic in topics
       for _ in range(repeats)
     ]
-    return jnp.asarray(np.stack(drawn))[None]
+    return jnp.asarray(np.stack(drawn), heads.dtype)[None]
 
   keys = per_head(KEY_CENTERS, 1)
   return Activations(

@@ -75,9 +75,9 @@ def test_all_tables_of_the_page_are_known():
   page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
   found = re.findall(r"^<!-- (\w+) -->$", page, re.MULTILINE)
   assert {*found, "evictions"} == {*COLUMNS}
-  # Another one says where kernels apply.
+  # Others say where kernels apply, and what a GPU did (below).
   shown = [line for line in page.splitlines() if line.startswith("| :--")]
-  assert len(shown) == len(found) + 1
+  assert len(shown) == len(found) + 2
 
 
 @pytest.mark.parametrize("name", COLUMNS)
@@ -234,3 +234,27 @@ def test_names_of_methods_are_code_in_a_page():
 def test_speeds_have_one_number_where_they_round_to_it():
   assert benchmark_tables.speeds([4.41e9, 4.4e9]) == "4.4 GB/s"
   assert benchmark_tables.speeds([7.4e9, 5.2e9, 6e9]) == "5.2 to 7.4 GB/s"
+
+
+def test_the_table_of_a_gpu_is_of_its_outputs():
+  page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+  lines = [line for line in page.splitlines() if "cuBLAS | `" in line]
+  assert len(lines) == 4
+  # Of Llama-3.1-8B's weights, the embedding is not read.
+  embedding = 128_256 * 4096 * 2
+  for line in lines:
+    products, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+    name = "triton" if "Triton" in products else "cublas"
+    measured = ROOT / "docs" / "measured" / "h200" / f"decode_{name}.txt"
+    output = measured.read_text(encoding="utf-8")
+    method, budget, size, step, speed, share = (x.strip("`") for x in cells)
+    (row,) = [
+      x.split() for x in output.splitlines() if x[1:].startswith(method)
+    ]
+    assert row[:3] == [method, budget, f"{size}.00"]
+    assert row[4:6] == [step, speed]
+    copies = float(
+      re.search(r"copies moved ([\d,.]+)", output)[1].replace(",", "")
+    )
+    moved = float(row[7]) / 100 * copies * 1e9 * float(step) / 1e3
+    assert round(float(row[7]) * (1 - embedding / moved)) == int(share)
