@@ -153,18 +153,12 @@ class RKV(ScoringMethod):
       count = jnp.sum(valid, axis=-1, dtype=jnp.int32)
       rank = jnp.maximum(floor_share(count, self.spared_share), 1)
 
-    every = jax.lax.broadcasted_iota(jnp.int32, real.shape, 2)
-
-    def begin(tile: Int[Array, ""]) -> tuple[Array, Array]:
-      slots = _tile_of(jnp.where(real, every, -1), tile)
-      return self._search(slots, jnp.zeros_like(slots), 0, 1, units, rank)
-
     # Most rows find theirs in the first tile of keys. Only the others go on,
     # side by side, as a tile of rows is searched until all of it have found.
-    seen, spared = (
-      jnp.moveaxis(x, 0, 2).reshape(real.shape)
-      for x in jax.lax.map(begin, jnp.arange(tiles, dtype=jnp.int32))
-    )
+    every = jax.lax.broadcasted_iota(jnp.int32, real.shape, 2)
+    slots = jnp.where(real, every, -1)
+    none = jnp.zeros_like(slots)
+    seen, spared = self._search(units, slots, none, 0, 1, units, rank)
     left = real & (spared < 0)
     rest = mask_to_slots(left, tiles * _TILE)
     most = jnp.max(jnp.sum(left, axis=-1, dtype=jnp.int32))
@@ -174,8 +168,9 @@ class RKV(ScoringMethod):
     ) -> tuple[Int[Array, ""], Int[Array, "B K T"]]:
       tile, spared = state
       slots = _tile_of(rest, tile)
+      rows = jnp.take_along_axis(units, slots[..., None], axis=2)
       met = jnp.take_along_axis(seen, slots, axis=2)
-      _, found = self._search(slots, met, 1, tiles, units, rank)
+      _, found = self._search(rows, slots, met, 1, tiles, units, rank)
       # Out of bounds, where nothing is written, for -1.
       at = jnp.where(slots >= 0, slots, tiles * _TILE)
       put = jax.vmap(jax.vmap(lambda x, at, y: x.at[at].set(y, mode="drop")))
@@ -193,6 +188,7 @@ class RKV(ScoringMethod):
 
   def _search(
     self,
+    rows: Float[Array, "B K R D"],
     slots: Int[Array, "B K R"],
     seen: Int[Array, "B K R"],
     first: int,
@@ -206,6 +202,7 @@ class RKV(ScoringMethod):
     found theirs: keys resemble each other, so that most are never compared.
 
     Args:
+      rows: keys of length 1.
       slots: slot of the key of each row; -1 for none.
       seen: how many similar keys each row has met in tiles before the first.
       first: number of the first tile to search, from the end that counts.
@@ -217,7 +214,6 @@ class RKV(ScoringMethod):
       `seen` after these tiles, and the slots, -1 for none.
     """
     tiles, newest = units.shape[2] // _TILE, self.spared == "last"
-    rows = jnp.take_along_axis(units, slots[..., None], axis=2)
 
     def unfinished(state: _Search) -> Bool[Array, ""]:
       step, _, found = state
@@ -227,24 +223,25 @@ class RKV(ScoringMethod):
       step, seen, found = state
       number = tiles - 1 - step if newest else step
       keys = _tile_of(units, number)
-      cosines = jnp.einsum("bkrd,bkcd->bkrc", rows, keys)
+      # Keys are not the last axis: over that, CPUs reduce without vectors.
+      cosines = jnp.einsum("bkcd,bkrd->bkcr", keys, rows)
       others = number * _TILE + jax.lax.broadcasted_iota(
-        jnp.int32, (1, 1, 1, _TILE), 3
+        jnp.int32, (1, 1, _TILE, 1), 2
       )
       # Empty slots have a cosine of 0, which is not above any threshold.
-      similar = (cosines > self.threshold) & (slots[..., None] != others)
+      similar = (cosines > self.threshold) & (slots[:, :, None] != others)
       if self.spared_share:
         order = jax.lax.cumsum(
-          similar.astype(jnp.int32), axis=3, reverse=newest
+          similar.astype(jnp.int32), axis=2, reverse=newest
         )
         seen, similar = (
-          seen + jnp.sum(similar, axis=-1, dtype=jnp.int32),
-          similar & (seen[..., None] + order == rank[..., None, None]),
+          seen + jnp.sum(similar, axis=2, dtype=jnp.int32),
+          similar & (seen[:, :, None] + order == rank[..., None, None]),
         )
       if newest:
-        best = jnp.max(jnp.where(similar, others, -1), axis=-1)
+        best = jnp.max(jnp.where(similar, others, -1), axis=2)
       else:
-        best = jnp.min(jnp.where(similar, others, _NEVER), axis=-1)
+        best = jnp.min(jnp.where(similar, others, _NEVER), axis=2)
         best = jnp.where(best == _NEVER, -1, best)
       return step + 1, seen, jnp.where(found < 0, best, found)
 
