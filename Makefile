@@ -136,7 +136,8 @@ WANTED := from importlib.metadata import requires; \
 	  --target .libtpu $$($(BIN)/python -c '$(WANTED)')
 	@touch $@
 
-# JAX's plugin and the assembler, which compile without the rest of CUDA: 190 MB.
+# JAX's plugin, the assembler and the library of device functions, 265 MB: all
+# that compiling takes of CUDA.
 PLUGIN := from importlib.metadata import version; \
   print(*(f"jax-cuda13-{name}==" + version("jaxlib") \
   for name in ("plugin", "pjrt")))
@@ -144,8 +145,8 @@ PLUGIN := from importlib.metadata import version; \
 	@echo "Fetching JAX's plugin for GPUs"
 	@rm -rf .cuda
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps \
-	  --no-compile \
-	  --target .cuda nvidia-cuda-nvcc $$($(BIN)/python -c '$(PLUGIN)')
+	  --no-compile --target .cuda 'nvidia-cuda-nvcc==13.*' 'nvidia-nvvm==13.*' \
+	  $$($(BIN)/python -c '$(PLUGIN)')
 	@touch $@
 
 # Without what they ask for: pip takes too long to choose among its versions.

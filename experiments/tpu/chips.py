@@ -174,6 +174,8 @@ def prepare_cuda() -> None:
       "Compiling for GPUs takes JAX's plugin for them, which is not installed; "
       '`make gpu-compile` fetches it, or `pip install "jax[cuda13]"`.'
     )
+  # Otherwise the plugin looks for a GPU and for all libraries of CUDA.
+  jax.config.update("jax_platforms", "cpu")
   # Only the version of cuDNN is asked for, but its library is larger than all
   # that compiling takes.
   versions: Any = importlib.import_module(f"{_PLUGIN}._versions")
