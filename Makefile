@@ -6,9 +6,11 @@
 #   make format   format the code
 #   make docs     build the documentation site in .docs/site
 #   make tpu-compile  compile everything for TPUs, without one attached
+#   make gpu-compile  the same for GPUs
 #   make plan     say what a model needs on a slice of TPUs, without one
 #   make device-check  compare the kernels with XLA on the TPU or GPU at hand
 #   make test-tpu run the tests that compile for TPUs
+#   make test-gpu run the tests that compile for GPUs
 #   make test-adapters  run the tests with packages of other models
 #   make peers    set up kvpress in .peers, for benchmark_peers
 #   make clean    remove .venv and the caches
@@ -26,8 +28,8 @@ MISSING := kvjax needs Python 3.12 or newer with venv and pip, and found none \
   as python3, python3.12, python3.13 or python3.14: install one, or name it \
   with PYTHON=/path/to/python
 
-.PHONY: demo leaderboard test lint format docs tpu-compile plan device-check \
-  test-tpu test-adapters peers clean
+.PHONY: demo leaderboard test lint format docs tpu-compile gpu-compile plan \
+  device-check test-tpu test-gpu test-adapters peers clean
 
 demo: $(READY)
 	@$(BIN)/python -m kvjax.experiments.compare $(ARGS)
@@ -71,7 +73,12 @@ docs: .docs/.ready
 # libtpu has its own folder: in .venv, every program would look for a TPU.
 tpu-compile: .libtpu/.ready
 	@PYTHONPATH=.libtpu JAX_PLATFORMS=cpu \
-	  $(BIN)/python -m kvjax.experiments.tpu_compile $(ARGS)
+	  $(BIN)/python -m kvjax.experiments.compile_check $(ARGS)
+
+# So has what compiles for GPUs.
+gpu-compile: .cuda/.ready
+	@PYTHONPATH=.cuda JAX_PLATFORMS=cpu \
+	  $(BIN)/python -m kvjax.experiments.compile_check --platform=gpu $(ARGS)
 
 plan: .libtpu/.ready
 	@PYTHONPATH=.libtpu JAX_PLATFORMS=cpu \
@@ -81,6 +88,10 @@ test-tpu: .libtpu/.ready
 	@PYTHONPATH=.libtpu JAX_PLATFORMS=cpu \
 	  $(BIN)/python -m pytest -m libtpu
 
+test-gpu: .cuda/.ready
+	@PYTHONPATH=.cuda JAX_PLATFORMS=cpu \
+	  $(BIN)/python -m pytest -m cuda
+
 test-adapters: .adapters/.ready
 	@JAX_PLATFORMS=cpu KERAS_BACKEND=jax \
 	  .adapters/bin/python -m pytest tests/models/test_adapters*.py
@@ -88,8 +99,8 @@ test-adapters: .adapters/.ready
 peers: .peers/.ready
 
 clean:
-	@rm -rf .venv .docs .libtpu .adapters .peers .mypy_cache .pytest_cache \
-	  .ruff_cache .import_linter_cache
+	@rm -rf .venv .docs .libtpu .cuda .adapters .peers .mypy_cache \
+	  .pytest_cache .ruff_cache .import_linter_cache
 
 # If the Python of an existing environment works, it is only updated. Where
 # Python writes no bytecode, as in many containers, programs take half the time
@@ -123,6 +134,19 @@ WANTED := from importlib.metadata import requires; \
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps \
 	  --no-compile \
 	  --target .libtpu $$($(BIN)/python -c '$(WANTED)')
+	@touch $@
+
+# JAX's plugin, the assembler and the library of device functions, 265 MB: all
+# that compiling takes of CUDA.
+PLUGIN := from importlib.metadata import version; \
+  print(*(f"jax-cuda13-{name}==" + version("jaxlib") \
+  for name in ("plugin", "pjrt")))
+.cuda/.ready: $(READY)
+	@echo "Fetching JAX's plugin for GPUs"
+	@rm -rf .cuda
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps \
+	  --no-compile --target .cuda 'nvidia-cuda-nvcc==13.*' 'nvidia-nvvm==13.*' \
+	  $$($(BIN)/python -c '$(PLUGIN)')
 	@touch $@
 
 # Without what they ask for: pip takes too long to choose among its versions.

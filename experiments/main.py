@@ -32,7 +32,7 @@ GROUPS = {
     *("benchmark_peers", "index_construction"),
   ),
   "Prepare TPUs and GPUs": (
-    *("plan", "tpu_compile", "device_check", "tune", "benchmark_device"),
+    *("plan", "compile_check", "device_check", "tune", "benchmark_device"),
   ),
 }
 PROGRAMS = tuple(name for names in GROUPS.values() for name in names)

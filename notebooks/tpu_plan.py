@@ -176,7 +176,7 @@ plt.show()
 # Shapes do not tell intermediate results, copies, or what XLA reads twice. With
 # libtpu, which comes with JAX's build for TPUs, this cell compiles the decoding
 # loop of two layers for 8 chips of v5e. docs/tpu_compile.md has the same
-# numbers of whole models on four kinds of chips; `kvjax tpu_compile` writes it.
+# numbers of whole models on four kinds of chips; `make tpu-compile` writes it.
 
 # %%
 if importlib.util.find_spec("libtpu") is None:

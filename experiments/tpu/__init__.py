@@ -1,1 +1,1 @@
-"""Compiles programs for TPUs, of kernels and of published models."""
+"""Compiles programs for TPUs and GPUs, of kernels and of published models."""

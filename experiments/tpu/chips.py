@@ -1,8 +1,12 @@
-"""TPU chips to compile for without attached hardware."""
+"""TPU chips and GPUs to compile for without attached hardware."""
 
 import dataclasses
+import importlib
 import importlib.util
 import os
+import pathlib
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,6 +17,7 @@ from jax.sharding import AxisType, Mesh
 
 from kvjax.cache.sharding import mesh_shape, split_mesh
 from kvjax.errors import InputError
+from kvjax.kernels.programs import Platform
 
 # By libtpu's names: eight chips of a host, or the smallest topologies that fit
 # the models in bfloat16 with memory to spare. A tpu7x chip is two devices.
@@ -21,6 +26,14 @@ TOPOLOGIES = {
   "v5p": "v5p:2x2x1",
   "v6e": "v6e:2x4",
   "tpu7x": "tpu7x:1x1x1",
+}
+# Kinds of GPUs, and the peak of their products of bfloat16 per second. Besides
+# that, NAME.textproto is what is known of one.
+GPUS = {"h100": 989 * 10**12}
+# In the order in which they are compiled for.
+NAMES: Mapping[Platform, Sequence[str]] = {
+  "tpu": tuple(TOPOLOGIES),
+  "gpu": tuple(GPUS),
 }
 
 # libtpu reads these from its machine, which is no TPU host here.
@@ -31,26 +44,28 @@ _ENVIRONMENT = {
   # Compiling uses no hardware, so several processes may load libtpu.
   "ALLOW_MULTIPLE_LIBTPU_LOAD": "true",
 }
+_PLUGIN = "jax_cuda13_plugin"
 
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-  """A kind of chip, and a topology of several.
+  """A kind of TPU chip, and a topology of several, or a GPU.
 
   Sizes are per JAX device: the two cores of a v5p are one device, those of a
   tpu7x are two.
 
   Attributes:
     name: name of the kind of chip, or of a slice.
-    topology: libtpu's name of the topology.
+    topology: libtpu's or JAX's name of the topology.
     devices: devices of the topology, which can only be compiled for.
     hbm_bytes: memory of a device.
-    vmem_bytes: fast memory of a core.
+    vmem_bytes: fast memory of a core; 0 for a GPU.
     bytes_per_second: bandwidth between a device and its memory.
     flops_per_second: peak of a device's products of bfloat16.
     rows: size of the axis "data" of the mesh.
     kv_heads: KV heads that the axis "model" is split for, if it is.
     tokens: size of the axis "context" of the mesh.
+    platform: "tpu" or "gpu".
   """
 
   name: str
@@ -63,15 +78,18 @@ class Chip:
   rows: int = 1
   kv_heads: int | None = None
   tokens: int = 1
+  platform: Platform = "tpu"
 
   @classmethod
   def load(cls, name: str, topology: str | None = None) -> "Chip":
     """Loads devices with JAX's facts about them.
 
     Args:
-      name: one of `TOPOLOGIES`, or any name if there is a topology.
+      name: one of `TOPOLOGIES` or `GPUS`, or any name if there is a topology.
       topology: libtpu's name of it; None for that in `TOPOLOGIES`.
     """
+    if name in GPUS:
+      return cls._load_gpu(name)
     topology = topology or TOPOLOGIES[name]
     described = topologies.get_topology_desc(
       platform="tpu", topology_name=topology
@@ -89,6 +107,30 @@ class Chip:
       core.bf16_ops_per_second * core.num_cores,
     )
 
+  @classmethod
+  def _load_gpu(cls, name: str) -> "Chip":
+    topology = "1x1x1"  # one device of one process on one host
+    target = pathlib.Path(__file__).with_name(f"{name}.textproto").read_text()
+
+    def fact(field: str) -> int:
+      found = re.search(rf"\b{field}: (\d+)", target)
+      assert found is not None
+      return int(found[1])
+
+    described = topologies.get_topology_desc(
+      platform="cuda", topology=topology, target_config=target
+    )
+    return cls(
+      name,
+      topology,
+      tuple(described.devices),
+      hbm_bytes=fact("device_memory_size"),
+      vmem_bytes=0,
+      bytes_per_second=fact("memory_bandwidth"),
+      flops_per_second=GPUS[name],
+      platform="gpu",
+    )
+
   @property
   def mesh(self) -> Mesh:
     """A mesh of all devices: those that are left are along "model"."""
@@ -99,6 +141,11 @@ class Chip:
   def lone(self) -> Mesh:
     """A mesh of one device."""
     return _mesh(self.devices[:1])
+
+
+def prepare(platform: Platform) -> None:
+  """Calls `prepare_libtpu` or `prepare_cuda`."""
+  {"tpu": prepare_libtpu, "gpu": prepare_cuda}[platform]()
 
 
 def prepare_libtpu() -> None:
@@ -114,6 +161,25 @@ def prepare_libtpu() -> None:
     )
   for name, value in _ENVIRONMENT.items():
     os.environ.setdefault(name, value)
+
+
+def prepare_cuda() -> None:
+  """Makes JAX compile for GPUs without one; call it before `Chip.load`.
+
+  Raises:
+    InputError: JAX's plugin for GPUs is not installed.
+  """
+  if importlib.util.find_spec(_PLUGIN) is None:
+    raise InputError(
+      "Compiling for GPUs takes JAX's plugin for them, which is not installed; "
+      '`make gpu-compile` fetches it, or `pip install "jax[cuda13]"`.'
+    )
+  # Otherwise the plugin looks for a GPU and for all libraries of CUDA.
+  jax.config.update("jax_platforms", "cpu")
+  # Only the version of cuDNN is asked for, but its library is larger than all
+  # that compiling takes.
+  versions: Any = importlib.import_module(f"{_PLUGIN}._versions")
+  versions.cudnn_get_version = versions.cudnn_build_version
 
 
 def _mesh(devices: tuple[Any, ...], rows: int = 1, tokens: int = 1) -> Mesh:

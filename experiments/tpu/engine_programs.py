@@ -1,4 +1,4 @@
-"""The engine's prefills and decoding loops for models on several chips."""
+"""The engine's prefills and decoding loops for models on TPUs or a GPU."""
 
 import contextlib
 import dataclasses
@@ -27,6 +27,7 @@ from kvjax.experiments.tpu.chips import Chip
 from kvjax.experiments.tpu.programs import Lowered, Program
 from kvjax.experiments.tpu.published import GEMMA, GPT_OSS, LLAMA, Published
 from kvjax.kernels.compiled.footprints import Footprint
+from kvjax.kernels.programs import Platform
 from kvjax.models.language_model import DecoderModel
 from kvjax.placement import DEVICE, HOST, is_on_host
 
@@ -85,6 +86,7 @@ KEYDIFF_IN_INT8 = _use("keydiff", f"{_QUARTER}, in int8", kv_dtype="int8")
 # Heads with different numbers of tokens: a paged cache.
 ADAKV_IN_INT8 = _use("ada/snapkv", f"{_QUARTER}, in int8", kv_dtype="int8")
 CTKVR = _use("ctkvr.512:offload=true", "65,536 tokens", 1.0, 65_536)
+CTKVR_ON_DEVICE = _use("ctkvr.512", "65,536 tokens", 1.0, 65_536)
 # Most of their layers are rings of a window, which no method compresses.
 HYBRIDS = tuple(
   _use(
@@ -97,18 +99,23 @@ HYBRIDS = tuple(
 )
 
 
-def engine_programs(layers: int | None = None) -> Iterator[Program]:
+def engine_programs(
+  layers: int | None = None, platform: Platform = "tpu"
+) -> Iterator[Program]:
   """Yields prefills, and decoding from their caches.
 
   Args:
     layers: number of layers of Llama, which is then the only model; None for
       all models as they are.
+    platform: that of the chips.
   """
+  # Where no GPU is attached, XLA puts everything into a GPU's own memory.
+  retrieval = CTKVR if platform == "tpu" else CTKVR_ON_DEVICE
   hybrids = HYBRIDS if layers is None else ()
   layers = LLAMA.layers if layers is None else layers
   for use in (COMPACTOR, KEYDIFF):
     yield _program("prefill", use, lower_prefill, layers)
-  for use in (COMPACTOR, KEYDIFF_IN_INT8, ADAKV_IN_INT8, CTKVR):
+  for use in (COMPACTOR, KEYDIFF_IN_INT8, ADAKV_IN_INT8, retrieval):
     yield _program("decode", use, lower_decode, layers)
   for use in hybrids:
     yield _program("decode", use, lower_decode, use.model.layers)
@@ -207,7 +214,7 @@ def unread(model: DecoderModel, params: nnx.State) -> int:
 @contextlib.contextmanager
 def compiling_for(chip: Chip) -> Iterator[None]:
   """Traces for a chip and its mesh what is traced within."""
-  with jax.set_mesh(chip.mesh), kernels.use(platform="tpu"):
+  with jax.set_mesh(chip.mesh), kernels.use(platform=chip.platform):
     yield
 
 

@@ -38,7 +38,7 @@ def _lower(spec: Spec, chip: Chip) -> Lowered:
     jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated)
     for x in spec.shapes
   ]
-  with jax.set_mesh(chip.lone), kernels.use("pallas", platform="tpu"):
+  with jax.set_mesh(chip.lone), kernels.use("pallas", platform=chip.platform):
     # Use a new function: a cached trace may be for another chip.
     traced = jax.jit(lambda *arrays: spec.run(*arrays)).trace(*shapes)
     return Lowered.of(traced, spec.ideal_bytes)

@@ -10,6 +10,7 @@ from kvjax.experiments import refusals
 from kvjax.experiments.run import outputs
 from kvjax.experiments.tpu import tables
 from kvjax.experiments.tpu.programs import KINDS, Outcome, Program
+from kvjax.kernels.programs import Platform
 
 COMMAND = "make tpu-compile"
 
@@ -45,11 +46,17 @@ def chosen(
   return [p for p in programs if p.kind in only or p.name in only]
 
 
-def quick(programs: Sequence[Program]) -> list[Program]:
-  """Selects the first use of each kernel and of decoding, without prefills."""
-  firsts: dict[tuple[str, str, str], Program] = {}
+def quick(programs: Sequence[Program], platform: Platform) -> list[Program]:
+  """Selects the first use of each kernel and of decoding.
+
+  The first prefill is only among them for GPUs, where it takes half a minute.
+  """
+  firsts: dict[tuple[str, ...], Program] = {}
   for program in programs:
-    if program.kind != "prefill":
-      key = (program.kind, program.name, program.function)
-      firsts.setdefault(key, program)
+    key: tuple[str, ...] = (program.kind, program.name, program.function)
+    if program.kind == "prefill":
+      if platform == "tpu":
+        continue
+      key = (program.kind,)
+    firsts.setdefault(key, program)
   return list(firsts.values())

@@ -99,7 +99,9 @@ def compiled(program: Program, chip: Chip) -> Outcome:
   except Exception as error:  # from tracing, Mosaic or XLA
     return Outcome(program, chip, fault=_first_line(error))
   fault = find_fault(program, chip, footprint, lowered.host)
-  return Outcome(program, chip, footprint, lowered.ideal, fault)
+  # What is counted as moved is not true of programs for GPUs.
+  ideal = lowered.ideal if chip.platform == "tpu" else None
+  return Outcome(program, chip, footprint, ideal, fault)
 
 
 def find_fault(
@@ -113,7 +115,9 @@ def find_fault(
     footprint: its footprint.
     host: bytes that must be in host memory.
   """
-  if program.kind == "kernel" and not footprint.kernels:
+  # Some programs for GPUs are XLA's; kernels that decline raise errors.
+  tpu = chip.platform == "tpu"
+  if tpu and program.kind == "kernel" and not footprint.kernels:
     return "No kernel is in the program."
   if footprint.hbm > chip.hbm_bytes:
     return f"It takes {footprint.hbm:,} bytes of HBM of {chip.hbm_bytes:,}."

@@ -59,8 +59,10 @@ def to_terminal(outcomes: Sequence[Outcome]) -> rich.console.Group:
   shown: list[rich.console.RenderableType] = []
   for chip, group in _by_chip(outcomes):
     cells = [dict(zip(_HEAD, _cells(each), strict=True)) for each in group]
-    lines = [[line[name] for name in _SHORT] for line in cells]
-    table = formats.Table("", list(_SHORT.values()), lines)
+    # Nothing is in some columns of GPUs.
+    names = [x for x in _SHORT if any(line[x] != NOTHING for line in cells)]
+    lines = [[line[x] for x in names] for line in cells]
+    table = formats.Table("", [_SHORT[x] for x in names], lines)
     shown += [rich.text.Text(f"{chip.name}: {_facts(chip)}"), table]
   shown.append(rich.text.Text(_MEANING, style="dim"))
   return rich.console.Group(*shown)
@@ -88,10 +90,14 @@ def _by_chip(outcomes: Sequence[Outcome]) -> list[tuple[Chip, list[Outcome]]]:
 
 
 def _facts(chip: Chip) -> str:
-  return (
-    f"{len(chip.devices)} devices ({chip.topology}), each with "
+  hbm = (
     f"{mib(chip.hbm_bytes)} MiB of HBM at "
-    f"{chip.bytes_per_second / 1e9:,.0f} GB/s and "
+    f"{chip.bytes_per_second / 1e9:,.0f} GB/s"
+  )
+  if chip.platform == "gpu":
+    return f"a GPU with {hbm}."
+  return (
+    f"{len(chip.devices)} devices ({chip.topology}), each with {hbm} and "
     f"{mib(chip.vmem_bytes)} MiB of VMEM per core."
   )
 
@@ -100,9 +106,10 @@ def _cells(outcome: Outcome) -> tuple[str, ...]:
   footprint, ideal = outcome.footprint, outcome.ideal
   if footprint is None:
     return (title(outcome), *[NOTHING] * (len(_HEAD) - 1))
+  vmem = outcome.chip.vmem_bytes
   cells = (
     title(outcome),
-    mib(footprint.vmem) if footprint.kernels else NOTHING,
+    mib(footprint.vmem) if footprint.kernels and vmem else NOTHING,
     mib(footprint.temporary),
     mib(footprint.arguments),
     mib(footprint.host) if footprint.host else NOTHING,

@@ -13,6 +13,9 @@ _ARRAY = re.compile(r"(\w+)\[([\d,]*)\](?:\{([^}]*)\})?")
 _COMMENT = re.compile(r"/\*.*?\*/")
 _ELSEWHERE = re.compile(r"S\((\d+)\)")
 _VMEM = "1"
+_KERNEL = re.compile(
+  r'custom_call_target="(tpu_custom_call|mosaic_gpu\w*|__cudnn\$fmha\w*)"'
+)
 
 # Instructions that run other computations, and the attributes with their names.
 CALLS = {
@@ -68,8 +71,8 @@ class Instruction:
 
   @property
   def is_kernel(self) -> bool:
-    """Whether it runs a Pallas kernel."""
-    return 'custom_call_target="tpu_custom_call"' in self.attributes
+    """Whether it runs a Pallas kernel, or cuDNN's attention."""
+    return _KERNEL.search(self.attributes) is not None
 
   @property
   def is_on_host(self) -> bool:

@@ -107,6 +107,19 @@ custom_call_target="HostExecute", called_computations={%gather}
 }
 """
 
+# What XLA writes for GPUs of either version of JAX, shortened.
+GPU = """\
+ENTRY %main (x: f32[8,128]) -> f32[8,128] {
+  %x = f32[8,128]{1,0} parameter(0)
+  %mpmd_map.4 = f32[8,128]{1,0} custom-call(%x), \
+custom_call_target="mosaic_gpu_v2", api_version=API_VERSION_TYPED_FFI
+  %potrf.1 = f32[8,128]{1,0} custom-call(%mpmd_map.4), \
+custom_call_target="cusolver_potrf_ffi"
+  ROOT %attend.2 = f32[8,128]{1,0} custom-call(%potrf.1), \
+custom_call_target="__cudnn$fmhaSoftmax", backend_config={}
+}
+"""
+
 # Of two caches on the host the device reads rows of one, and all of the other.
 OFFLOADED = """\
 ENTRY %main (rows: f32[64,128], all: f32[32,128], own: f32[64,128]) \
@@ -210,6 +223,12 @@ AROUND = 2 * 256 * 2 + 2 * 128 * 2 + 5 * 256 * 4
 @pytest.fixture(scope="module")
 def module():
   return Module.of(HLO)
+
+
+def test_kernels_for_gpus_are_those_of_pallas_and_cudnn():
+  module = Module.of(GPU)
+  names = [each.kernel for each in module if each.is_kernel]
+  assert names == ["mpmd_map", "attend"]
 
 
 def test_a_program_is_read(module):

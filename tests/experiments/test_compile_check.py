@@ -1,10 +1,13 @@
 """What a program is said to take of a chip, and when that is an error."""
 
+import dataclasses
+import functools
 import importlib.util
 
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from made_up_chip import MIB, chip, program
 from made_up_kernel import twice
 
@@ -23,7 +26,7 @@ from kvjax.experiments.tpu.published import LLAMA
 from kvjax.kernels.compiled.footprints import Footprint
 from kvjax.kernels.dispatch import dispatch
 from kvjax.kernels.programs import Programs
-from kvjax.kernels.specs import Spec
+from kvjax.kernels.specs import Spec, named_specs
 
 
 def footprint(**changed):
@@ -66,6 +69,11 @@ def test_what_does_not_fit_is_a_fault(changed, host, fault):
   found = find_fault(program(), chip(), footprint(**changed), host)
   assert (found is None) == (fault is None)
   assert found is None or found.startswith(fault)
+
+
+def test_some_programs_for_gpus_are_those_of_xla():
+  gpu = dataclasses.replace(chip(), vmem_bytes=0, platform="gpu")
+  assert find_fault(program(), gpu, footprint(kernels=(), vmem=0), 0) is None
 
 
 def of_operation(tpu):
@@ -147,10 +155,18 @@ def test_what_there_is_not_is_refused():
     outcomes.chosen(PROGRAMS, ["select", "sel"])
 
 
-def test_a_quick_run_takes_one_of_each():
-  assert outcomes.quick(PROGRAMS) == [PROGRAMS[i] for i in (0, 2, 4, 5)]
+@pytest.mark.parametrize(
+  ("platform", "taken"), [("tpu", [0, 2, 4, 5]), ("gpu", [0, 2, 3, 4, 5])]
+)
+def test_a_quick_run_takes_one_of_each(platform, taken):
+  assert outcomes.quick(PROGRAMS, platform) == [PROGRAMS[i] for i in taken]
   several = [program(function=name) for name in ("one", "two", "one")]
-  assert outcomes.quick(several) == several[:2]
+  assert outcomes.quick(several, platform) == several[:2]
+
+
+def test_a_quick_run_takes_one_prefill():
+  several = [program("prefill", name) for name in ("keydiff", "compactor")]
+  assert outcomes.quick(several, "gpu") == several[:1]
 
 
 def test_tables_say_what_fits_and_what_does_not():
@@ -179,6 +195,15 @@ def test_tables_say_what_fits_and_what_does_not():
   assert f"| prefill, keydiff, 8 x 8 | {' | '.join(numbers)} |" in lines
   assert f"| decode, ctkvr, 8 x 8 |{' – |' * 10}" in lines
   assert tables.faults(outcomes) == "v5e, decode, ctkvr, 8 x 8: Too large.\n"
+
+
+def test_a_gpu_has_no_column_of_vmem(capsys):
+  gpu = dataclasses.replace(chip(), vmem_bytes=0, platform="gpu")
+  outcomes.finish([Outcome(program(), gpu, footprint(vmem=0))], None, {})
+  told = capsys.readouterr().out
+  assert "a GPU with 100 MiB of HBM at 1 GB/s." in told
+  (header,) = (x for x in told.splitlines() if "program " in x)
+  assert header.split() == ["program", "temp.", "args.", "HBM", "%"]
 
 
 def test_a_page_is_written_when_all_is_well(tmp_path, capsys):
@@ -251,9 +276,28 @@ def test_without_libtpu_the_user_is_told(monkeypatch):
     chips.prepare_libtpu()
 
 
+def test_without_the_plugin_the_user_is_told(monkeypatch):
+  monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+  with pytest.raises(InputError, match="`make gpu-compile` fetches it"):
+    chips.prepare_cuda()
+
+
 @pytest.mark.parametrize(
   ("arguments", "sentence"),
   [
+    (["--platform=gpu", "--chips=v5e"], "--chips has 'v5e'; there are h100."),
+    (
+      ["--platform=gpu", "--output=page.md"],
+      "--output and --platform do not go together: the page is about TPUs.",
+    ),
+    pytest.param(
+      ["--platform=gpu"],
+      "Compiling for GPUs takes JAX's plugin",
+      marks=pytest.mark.skipif(
+        importlib.util.find_spec("jax_cuda13_plugin") is not None,
+        reason="the plugin is there",
+      ),
+    ),
     (["--chips=v5e,v3"], "--chips has 'v3'; there are v5e, v5p, v6e, tpu7x."),
     (["--chips="], "--chips is empty"),
     (["--quick", "--layers=3"], "--quick and --layers do not go together"),
@@ -267,7 +311,7 @@ def test_without_libtpu_the_user_is_told(monkeypatch):
   ],
 )
 def test_mistakes_get_one_sentence(refusal, arguments, sentence):
-  told = refusal("kvjax.experiments.tpu_compile", *arguments)
+  told = refusal("kvjax.experiments.compile_check", *arguments)
   assert told.startswith(sentence)
 
 
@@ -295,3 +339,85 @@ def test_a_kernel_is_measured():
   assert found.arguments == 2 * 4096
   assert found.results == 8 * 4096
   assert found.moved == outcome.ideal
+
+
+@pytest.mark.cuda
+def test_a_gpu_is_known():
+  chips.prepare_cuda()
+  found = chips.Chip.load("h100")
+  (device,) = found.devices
+  assert (device.platform, device.compute_capability) == ("gpu", "9.0")
+  assert 79e9 < found.hbm_bytes < 86e9
+  assert 3.3e12 < found.bytes_per_second < 3.4e12
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", ["gather", "prompt_attention"])
+def test_a_kernel_for_gpus_is_measured(name):
+  """A kernel of Pallas, and cuDNN's, of which there is only the version."""
+  chips.prepare_cuda()
+  spec = next(spec for named, spec in named_specs() if named == name)
+  toy = kernel_programs.of_spec(name, spec)
+  outcome = compiled(toy, chips.Chip.load("h100"))
+  assert outcome.fault is None
+  found = outcome.footprint
+  assert len(found.kernels) == 1
+  results = jax.tree.leaves(jax.eval_shape(spec.run, *spec.shapes))
+  for nbytes, arrays in (
+    (found.arguments, spec.shapes),
+    (found.results, results),
+  ):
+    whole = sum(x.size * x.dtype.itemsize for x in arrays)
+    assert whole <= nbytes < whole + 1024
+
+
+@pytest.mark.cuda
+def test_what_does_not_compile_for_a_gpu_is_a_fault():
+  """A block of Hopper has 227 KiB of shared memory."""
+  chips.prepare_cuda()
+
+  def kernel(x):
+    def body(x_ref, out_ref, scratch):
+      scratch[:128] = x_ref[...]
+      out_ref[...] = scratch[:128]
+
+    shape = jax.ShapeDtypeStruct((128,), jnp.float32)
+    scratch = [plgpu.SMEM((64 * 1024,), jnp.float32)]
+    return plgpu.kernel(body, out_type=shape, scratch_types=scratch)(x)
+
+  spec = Spec("toy", kernel, lambda _: (jnp.zeros(128),), 1024)
+  toy = kernel_programs.of_spec("toy", spec)
+  outcome = compiled(toy, chips.Chip.load("h100"))
+  assert outcome.fault is not None
+  assert "shared memory" in outcome.fault
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(
+  ("lower", "use", "expected"),
+  [
+    (
+      engine_programs.lower_prefill,
+      engine_programs.COMPACTOR,
+      ("dot_product_attention_fwd", "mpmd_map"),
+    ),
+    (
+      engine_programs.lower_decode,
+      engine_programs.ADAKV_IN_INT8,
+      ("mpmd_map",),
+    ),
+    (
+      engine_programs.lower_decode,
+      engine_programs.CTKVR_ON_DEVICE,
+      ("mpmd_map",),
+    ),
+  ],
+  ids=["prefill", "paged", "retrieved"],
+)
+def test_the_engine_has_its_kernels_for_gpus(lower, use, expected):
+  """Named after JAX's functions: cuDNN's attention, and Pallas kernels."""
+  chips.prepare_cuda()
+  one = program("engine", use.name, lower=functools.partial(lower, use, 1))
+  outcome = compiled(one, chips.Chip.load("h100"))
+  assert outcome.fault is None
+  assert outcome.footprint.kernels == expected

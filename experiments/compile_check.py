@@ -1,28 +1,35 @@
-"""Compiles the kernels and the engine for TPUs, and checks that they fit.
+"""Compiles the kernels and the engine for TPUs or GPUs: do they fit?
 
   make tpu-compile
+  make gpu-compile
 
-fetches libtpu into .libtpu and compiles for chips that need not be attached:
-every kernel at the sizes of its specs.py, for Llama-3.1-8B the prefill of a
-long prompt and the decoding loop over the compressed cache, and that loop for
-Gemma 3 27B and gpt-oss-20b, where most layers are rings. The program prints
-the VMEM, HBM and memory traffic of every compiled program per chip, and writes
-docs/tpu_compile.md if all succeed. It takes half an hour on an idle core, and
-6 GB.
+fetch libtpu into .libtpu, or JAX's plugin for GPUs into .cuda, and run
+
+  kvjax compile_check
+
+which compiles for chips that need not be attached: every kernel at the sizes of
+its specs.py, for Llama-3.1-8B the prefill of a long prompt and the decoding
+loop over the compressed cache, and that loop for Gemma 3 27B and gpt-oss-20b,
+where most layers are rings. The program prints the memory of every compiled
+program per chip, for TPUs also VMEM and memory traffic, and writes
+docs/tpu_compile.md if all succeed for TPUs. It takes half an hour on an idle
+core, and 6 GB; for an H100, three minutes.
 
 It exits with code 1, and a line for each failure, if a program does not
 compile, a kernel declines, a program does not fit on a chip, or data that
 belong in host memory are not there.
 
     make tpu-compile ARGS=--quick
+    make gpu-compile ARGS=--quick
 
-compiles each kernel function once, and decoding in a model of two layers, for
-v5e.
+compile each kernel function once, and decoding in a model of two layers: for
+v5e, or with a prefill for an H100.
 """
 
 import pathlib
 from collections.abc import Sequence
 from importlib import metadata
+from typing import cast
 
 import jax
 from absl import flags
@@ -36,14 +43,18 @@ from kvjax.experiments.tpu.kernel_programs import kernel_programs
 from kvjax.experiments.tpu.outcomes import chosen, finish, quick
 from kvjax.experiments.tpu.programs import Outcome, Program
 from kvjax.experiments.tpu.published import LLAMA
+from kvjax.kernels.programs import Platform
 
 # From the root of the checkout, where make runs.
 _PAGE = "docs/tpu_compile.md"
 _PACKAGES = ("kvjax", "jax", "jaxlib", "libtpu")
 _QUICK_LAYERS = 2
 
+_PLATFORM = flags.DEFINE_enum(
+  "platform", "tpu", list(chips.NAMES), "What to compile for."
+)
 _CHIPS = flags.DEFINE_list(
-  "chips", list(chips.TOPOLOGIES), "Chips to compile for."
+  "chips", None, "Chips to compile for; the default is all of the platform."
 )
 _ONLY = flags.DEFINE_list(
   "only",
@@ -58,13 +69,13 @@ _LAYERS = flags.DEFINE_integer(
   lower_bound=1,
 )
 _QUICK = flags.DEFINE_bool(
-  "quick", False, "One use of each function and shallow decoding, for v5e."
+  "quick", False, "One use of each function, in shallow models, on one chip."
 )
 _OUTPUT = flags.DEFINE_string(
   "output",
   None,
-  "Output file; the default is docs/tpu_compile.md if everything is compiled, "
-  "otherwise none.",
+  "Output file; the default is docs/tpu_compile.md if everything is compiled "
+  "for TPUs, otherwise none.",
 )
 
 
@@ -72,33 +83,43 @@ def main() -> None:
   """Checks all flags, then compiles."""
   for other in ("chips", "only", "layers"):
     refusals.refuse_together("quick", [other], "it chooses for itself")
-  wanted = _wanted()
-  names = ["v5e"] if _QUICK.value else _chip_names()
-  output = _output()
-  chips.prepare_libtpu()
+  platform = cast(Platform, _PLATFORM.value)
+  wanted = _wanted(platform)
+  names = _chip_names(chips.NAMES[platform])
+  output = _output(platform)
+  chips.prepare(platform)
   if not _QUICK.value:
     cli.announce()
   # Without a TPU, programs for one can be written to the cache but not read.
   jax.config.update("jax_enable_compilation_cache", False)
-  versions = {name: metadata.version(name) for name in _PACKAGES}
+  packages = _PACKAGES if output is not None else ()
+  versions = {name: metadata.version(name) for name in packages}
   finish(_compiled(wanted, names), output, versions)
 
 
-def _wanted() -> list[Program]:
+def _wanted(platform: Platform) -> list[Program]:
+  layers = _QUICK_LAYERS if _QUICK.value else _LAYERS.value
+  candidates = [*kernel_programs(), *engine_programs(layers, platform)]
   if _QUICK.value:
-    return quick([*kernel_programs(), *engine_programs(_QUICK_LAYERS)])
-  candidates = [*kernel_programs(), *engine_programs(_LAYERS.value)]
+    return quick(candidates, platform)
   return chosen(candidates, _ONLY.value)
 
 
-def _chip_names() -> list[str]:
+def _chip_names(known: Sequence[str]) -> list[str]:
   """Parses --chips; errors are those of `refusals.refuse_unknown`."""
-  refusals.refuse_unknown("chips", _CHIPS.value, chips.TOPOLOGIES)
+  if _QUICK.value:
+    return [known[0]]
+  if _CHIPS.value is None:
+    return list(known)
+  refusals.refuse_unknown("chips", _CHIPS.value, known)
   return list(dict.fromkeys(_CHIPS.value))
 
 
-def _output() -> pathlib.Path | None:
+def _output(platform: Platform) -> pathlib.Path | None:
   """Returns the file to write, if any; errors are those of `outputs.file`."""
+  if platform != "tpu":
+    refusals.refuse_together("output", ["platform"], "the page is about TPUs")
+    return None
   if _OUTPUT.value is not None:
     return outputs.file(_OUTPUT.value)
   parts = ("chips", "only", "layers", "quick")
