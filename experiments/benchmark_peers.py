@@ -57,7 +57,6 @@ from kvjax.experiments.peers import cases, timing, workers
 from kvjax.experiments.report import benchmark_tables, wording
 from kvjax.experiments.run import outputs, progress_bar
 from kvjax.experiments.run.candidates import parse_budgets
-from kvjax.experiments.run.environment import device
 from kvjax.experiments.timing import random_models
 from kvjax.experiments.tpu.published import SHIPPED
 from kvjax.models import pretrained
@@ -161,7 +160,7 @@ def main() -> None:
   benchmark_tables.show(
     folder,
     timing.table(_TABLE.value, compared),
-    f"{_model_name()}, {run_inputs.dtype()} on {devices(compared[0])}, "
+    f"{_model_name()}, {run_inputs.dtype()} on {timing.devices(compared[0])}, "
     f"median of {wording.count(_ROUNDS.value, 'round')}",
     peers=compared[0].versions,
   )
@@ -183,14 +182,6 @@ def _model_name() -> str:
   if _LAYERS.value is not None:
     layers = f", {wording.count(_LAYERS.value, 'layer')}"
   return f"random weights of {_SIZES.value}'s sizes{layers}"
-
-
-def devices(compared: timing.Compared) -> str:
-  """Names the device, or both if the libraries found different ones."""
-  ours, theirs = compared.ours, compared.theirs
-  if theirs is None or theirs.device == ours.device:
-    return device()
-  return f"{device()} (kvpress on {theirs.device})"
 
 
 def _cases(sizes: cases.Sizes, lengths: Sequence[int]) -> Iterator[cases.Case]:

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from kvjax.experiments.peers.cases import Case
 from kvjax.experiments.peers.workers import Worker
 from kvjax.experiments.report.formats import Table
+from kvjax.experiments.run.environment import device
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,6 +124,14 @@ HEADING = (
   *("kvjax, s", "kvpress, s", "ratio", "range", "kvjax, first call, s"),
   *("kvjax, MiB", "kvpress, MiB", "% of limit"),
 )
+
+
+def devices(compared: Compared) -> str:
+  """Names the device, or both if the libraries found different ones."""
+  ours, theirs = compared.ours, compared.theirs
+  if theirs is None or theirs.device == ours.device:
+    return device()
+  return f"{device()} (kvpress on {theirs.device})"
 
 
 def table(name: str, found: Sequence[Compared]) -> Table:

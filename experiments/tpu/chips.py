@@ -176,6 +176,8 @@ def prepare_cuda() -> None:
     )
   # Otherwise the plugin looks for a GPU and for all libraries of CUDA.
   jax.config.update("jax_platforms", "cpu")
+  # Without a GPU, no program can be read from it.
+  jax.config.update("jax_enable_compilation_cache", False)
   # Only the version of cuDNN is asked for, but its library is larger than all
   # that compiling takes.
   versions: Any = importlib.import_module(f"{_PLUGIN}._versions")

@@ -20,6 +20,7 @@ from kvjax import kernels
 from kvjax.cache.cache import Cache
 from kvjax.cache.sharding import shard_stack
 from kvjax.cache.sparse import SparseLayer
+from kvjax.engine.compiler_options import decoding_options
 from kvjax.engine.decode import DecodedTokens, DecodingInputs, decode
 from kvjax.engine.sampling import SamplingInputs
 from kvjax.experiments.tpu.calls import compile_calls, measure_calls
@@ -186,7 +187,8 @@ def lower_decode(use: Use, layers: int, chip: Chip) -> Lowered:
     read = share_bytes(on_device((params, cache)))
     ideal = read - unread(model, params)
     host = share_bytes(offloaded(cache))
-    return Lowered.of(traced, ideal, host, turn=True)
+    options = decoding_options()
+    return Lowered.of(traced, ideal, host, turn=True, options=options)
 
 
 def on_device(tree: PyTree) -> list[jax.ShapeDtypeStruct]:

@@ -1,7 +1,7 @@
 """Programs to compile, and their outcomes."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import jax
@@ -34,6 +34,7 @@ class Lowered(NamedTuple):
     host: int = 0,
     *,
     turn: bool = False,
+    options: Mapping[str, bool | int] | None = None,
   ) -> "Lowered":
     """Lowers a function that was traced under `jax.jit`.
 
@@ -42,11 +43,13 @@ class Lowered(NamedTuple):
       ideal: see the class.
       host: see the class.
       turn: count only the traffic of one turn of its loop.
+      options: of the compiler.
     """
     lowered = traced.lower()
 
     def measure() -> Footprint:
-      return Footprint.of(lowered.compile(), traced.jaxpr, turn=turn)
+      compiled = lowered.compile(compiler_options=options)
+      return Footprint.of(compiled, traced.jaxpr, turn=turn)
 
     return cls(measure, ideal, host)
 

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from kvjax.activations import Activations
 from kvjax.engine.model_layers import index_layer, layer_stacks, run_block
+from kvjax.kernels.dispatch import target_platform
 from kvjax.kernels.prompt_attention import prompt_attention
 from kvjax.model import LayerSpec, Model, ranks
 
@@ -114,7 +115,7 @@ def run_layers(
     def one_layer(carry: Any, xs: Any) -> tuple[Any, None]:
       hidden, states = carry
       layer, layer_weights = xs
-      if not covers_stack:
+      if layer_weights is None:
         layer_weights = index_layer(stack, weight_index[layer])
 
       def attend(activations: Activations) -> Any:
@@ -135,6 +136,9 @@ def run_layers(
     layers = start + jnp.arange(length, dtype=jnp.int32)
     if length == 1 and covers_stack:
       return body(carry, (layers[0], index_layer(stack, 0)))[0]
+    if length == 1 and target_platform() == "gpu" and isinstance(start, int):
+      here = index_layer(stack, geometry.weight_index[start])
+      return body(carry, (layers[0], here))[0]
     if length == 1:
       # The barrier hides that the layer's number is constant. Otherwise XLA
       # slices the weights out of their stack, and takes longer to compile.
@@ -168,7 +172,7 @@ def run_layers(
     )
     start = size * repeats
     runs = runs[period * repeats :]
-  hidden, states = one_period(jnp.asarray(start, jnp.int32), carry, runs)
+  hidden, states = one_period(start, carry, runs)
   return model.normalize(params, hidden), states
 
 

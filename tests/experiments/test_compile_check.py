@@ -421,3 +421,19 @@ def test_the_engine_has_its_kernels_for_gpus(lower, use, expected):
   outcome = compiled(one, chips.Chip.load("h100"))
   assert outcome.fault is None
   assert outcome.footprint.kernels == expected
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("method", ["keydiff", "pyramidkv"])
+def test_decoding_copies_no_weights_on_gpus(method, rows):
+  """Neither of a loop's layer nor of one whose cache has a size of its own."""
+  chips.prepare_cuda()
+  plan = kvjax.get_plan(method, kvjax.Retention(0.25))
+  use = engine_programs.Use(method, "", plan, 32_768, rows=rows)
+  lower = functools.partial(engine_programs.lower_decode, use, 2)
+  one = program("decode", method, lower=lower)
+  outcome = compiled(one, chips.Chip.load("h100"))
+  assert outcome.fault is None
+  # cuBLAS has a workspace of 32 MiB; the output matrix of an MLP takes 112.
+  assert outcome.footprint.temporary < 40 * 2**20

@@ -16,7 +16,6 @@ from tiny_published import TINY
 import kvjax
 from kvjax.engine.forward import prompt_hidden
 from kvjax.errors import InputError
-from kvjax.experiments import benchmark_peers
 from kvjax.experiments.peers import cases, timing, workers
 from kvjax.experiments.peers.kvjax_side import DeviceMemory, Side
 from kvjax.experiments.peers.serving import Memory
@@ -141,7 +140,7 @@ def test_a_table_names_both_devices_where_they_differ():
   case = cases.Case("line", "prefill", SMALL)
   cpu, gpu = (timing.Times(1, [1], None, name) for name in ("cpu", "H100"))
   said = [
-    benchmark_peers.devices(timing.Compared(case, cpu, theirs, None, {}))
+    timing.devices(timing.Compared(case, cpu, theirs, None, {}))
     for theirs in (None, cpu, gpu)
   ]
   assert said == [device(), device(), f"{device()} (kvpress on H100)"]

@@ -229,15 +229,17 @@ def test_asked_for_as_much_as_there_is_it_finds_it_all(name):
 
 @pytest.mark.slow
 # One that gathers what it looks at on the host, one that needs all of it.
-@pytest.mark.parametrize("name", ["ctkvr", "flat"])
-def test_what_the_host_holds_is_read_alike(name):
-  """Bit by bit, and all that is retrieved stays there."""
+# The first attends by the logits that rank, whose products are of one shape on
+# the device and of another on the host.
+@pytest.mark.parametrize(("name", "rounding"), [("ctkvr", 1e-6), ("flat", 0)])
+def test_what_the_host_holds_is_read_alike(name, rounding):
+  """All that is retrieved stays there."""
   method = dataclasses.replace(small(name), offload=True)
   counts = jnp.asarray(COUNTS, jnp.int32)
   layer, roomy = compiled_index(method, activations(0), counts)
   output, after = compiled_decode(roomy, block_after(LENGTHS))
   here, _, expected, _ = of_all_rows(name)
-  np.testing.assert_array_equal(output, expected)
+  np.testing.assert_allclose(output, expected, rtol=0, atol=rounding)
   there = here.stored.keys.nbytes + here.stored.values.nbytes
   for state in (layer, after):
     found = nbytes_by_memory(state)
