@@ -143,10 +143,8 @@ def dispatch(
   run = functools.partial(programs.xla, **options)
   if chosen == "xla" or (chosen is None and platform not in ("gpu", "tpu")):
     return run(*operands)
-  # "pallas" on a CPU means the TPU kernels, which it can only interpret.
-  kernel = programs.gpu if platform == "gpu" else programs.tpu
-  kernel = functools.partial(kernel, **options)
   try:
+    kernel = functools.partial(programs.kernel(platform), **options)
     if platform == "gpu":
       _check_gpu(programs.gpus)
     program: Callable[..., Any] = functools.partial(

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 Platform = Literal["cpu", "gpu", "tpu"]
+_KERNELS: tuple[Platform, ...] = ("tpu", "gpu")
 
 # Compute capabilities, without the digit after the point. Our kernels for GPUs
 # use instructions that only Hopper has.
@@ -20,15 +21,15 @@ class Programs(NamedTuple):
 
   Attributes:
     xla: the program that runs everywhere.
-    tpu: the kernel for TPUs.
-    gpu: the kernel for GPUs.
+    tpu: the kernel for TPUs; None if XLA's program is as fast there.
+    gpu: the kernel for GPUs, likewise.
     gpus: major compute capabilities of the GPUs that have its instructions.
     differentiable: platforms whose kernel has gradients of its own.
   """
 
   xla: Callable[..., Any]
-  tpu: Callable[..., Any]
-  gpu: Callable[..., Any]
+  tpu: Callable[..., Any] | None
+  gpu: Callable[..., Any] | None
   gpus: range = HOPPER
   differentiable: tuple[Platform, ...] = ()
 
@@ -43,15 +44,39 @@ class Programs(NamedTuple):
     xla: Callable[..., Any],
     gpus: range = HOPPER,
     differentiable: tuple[Platform, ...] = (),
+    platforms: tuple[Platform, ...] = ("tpu", "gpu"),
   ) -> "Programs":
     """Finds the kernels by the name of XLA's program.
 
     Those of `xla.select_xla` are `tpu.select_tpu` and `gpu.select_gpu`, in the
     modules of the same package. They are imported when they are first used:
     Pallas takes longer to import than the rest of kvjax.
+
+    Args:
+      xla: XLA's program.
+      gpus: see the class.
+      differentiable: see the class.
+      platforms: those that have a kernel.
     """
-    kernels = _kernel(xla, "tpu"), _kernel(xla, "gpu")
-    return cls(xla, *kernels, gpus, differentiable)
+    tpu, gpu = (
+      _kernel(xla, platform) if platform in platforms else None
+      for platform in _KERNELS
+    )
+    return cls(xla, tpu, gpu, gpus, differentiable)
+
+  def kernel(self, platform: str) -> Callable[..., Any]:
+    """Returns the kernel for GPUs, or else that for TPUs.
+
+    Raises:
+      NotImplementedError: there is none.
+    """
+    # Of a CPU, which can only interpret them, those for TPUs.
+    found = self.gpu if platform == "gpu" else self.tpu
+    if found is None:
+      raise NotImplementedError(
+        f"There is no kernel of {self.operation} for {platform}."
+      )
+    return found
 
 
 def _kernel(xla: Callable[..., Any], platform: Platform) -> Callable[..., Any]:

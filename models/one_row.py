@@ -1,6 +1,8 @@
 """Products of a single row and a matrix."""
 
+import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
@@ -14,9 +16,12 @@ _Product = Callable[[Float[Array, "*B I"]], Float[Array, "*B O"]]
 class Projection(nnx.Linear):
   """A linear layer."""
 
-  def __call__(self, inputs: Float[Array, "*B I"]) -> Float[Array, "*B O"]:
+  def __call__(
+    self, inputs: Float[Array, "*B I"], out_sharding: Any = None
+  ) -> Float[Array, "*B O"]:
     """Multiplies the last axis by the matrix."""
-    return multiplied(super().__call__, inputs)
+    product = functools.partial(super().__call__, out_sharding=out_sharding)
+    return multiplied(product, inputs)
 
 
 def multiplied(

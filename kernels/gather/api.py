@@ -8,7 +8,8 @@ from kvjax.kernels.gather.compacted import Compacted
 from kvjax.kernels.gather.xla import compact_xla
 from kvjax.kernels.programs import Programs
 
-_PROGRAMS = Programs.of(compact_xla)
+# On an H200, XLA's program moves 79 to 91 % of the bytes that a copy does.
+_PROGRAMS = Programs.of(compact_xla, platforms=("tpu",))
 
 
 def compact(

@@ -58,7 +58,6 @@ SPECS = (
 )
 
 CHOICES = (
-  Choices("gather/gpu", {"rows": (8, 16, 32)}, SPECS[1]),
   # With shorter tiles, plans of fewer heads would fit into scalar memory.
   Choices(
     "gather/tpu", {"read": (2048, 4096), "write": (1024, 2048)}, SPECS[1]

@@ -85,15 +85,5 @@ def decode_attention_gpu(
   )
 
 
-def decode_attention_tpu(*_: object, **__: object) -> Partial:
-  """Declines.
-
-  Raises:
-    NotImplementedError: always.
-  """
-  raise NotImplementedError("TPUs read stacks in place by XLA's program.")
-
-
-_PROGRAMS = Programs(
-  decode_attention_xla, decode_attention_tpu, decode_attention_gpu
-)
+# TPUs read stacks in place by XLA's program.
+_PROGRAMS = Programs(decode_attention_xla, None, decode_attention_gpu)

@@ -82,7 +82,6 @@ SPECS = (
 )
 
 CHOICES = (
-  Choices("sparse_decode/gpu", {"blocks": (132, 264, 528)}, SPECS[0]),
   Choices(
     "sparse_decode/tpu",
     {"chunk": (128, 256, 512), "unroll": (4, 8, 16)},

@@ -32,7 +32,11 @@ class Value:
 
 def stub(kernel, name="select/tpu"):
   """Choices of eight numbers: `kernel` is given them and the option's value."""
-  options = {"select/tpu": "unroll", "gather/gpu": "rows", "sketch/tpu": "step"}
+  options = {
+    "select/tpu": "unroll",
+    "paged_attention/gpu": "blocks",
+    "sketch/tpu": "step",
+  }
   option = options[name]
 
   def xla(x):
@@ -161,10 +165,13 @@ def test_the_fastest_are_written_and_others_stay(tuned, capsys):
   tuned.path.parent.mkdir()
   kept = {
     "TPU v5 lite": {"gather/tpu": {"read": 4096, "write": 1024}},
-    HERE: {"gather/gpu": {"rows": 32}, "select/tpu": {"unroll": 16}},
+    HERE: {
+      "paged_attention/gpu": {"blocks": 528},
+      "select/tpu": {"unroll": 16},
+    },
   }
   tuned.path.write_text(json.dumps(kept))
-  written = tuned(stub(failing), stub(failing, "gather/gpu"))
+  written = tuned(stub(failing), stub(failing, "paged_attention/gpu"))
   kept[HERE]["select/tpu"] = {"unroll": 8}
   assert written == kept
   lines = capsys.readouterr().out.splitlines()
@@ -173,7 +180,7 @@ def test_the_fastest_are_written_and_others_stay(tuned, capsys):
   assert "* unroll=8: 8,000.000 ms, equal" in lines
   assert "  unroll=16: 16,000.000 ms, equal" in lines
   # Kernels of GPUs are not run on TPUs.
-  assert not any("gather/gpu" in line for line in lines)
+  assert not any("paged_attention/gpu" in line for line in lines)
 
 
 @pytest.mark.usefixtures("clock")
@@ -188,7 +195,7 @@ def test_what_is_measured_outlives_a_later_error(tuned):
   }
 
 
-@pytest.mark.parametrize("name", ["select/tpu", "gather/gpu"])
+@pytest.mark.parametrize("name", ["select/tpu", "paged_attention/gpu"])
 def test_where_nothing_can_be_tuned_nothing_is_written(tuned, name):
   def declines(x, value):
     raise NotImplementedError

@@ -240,9 +240,14 @@ def test_kernels_are_found_by_the_name_of_xlas_program(operation):
   for programs in found:
     assert programs.operation == operation
     for platform in ("tpu", "gpu"):
+      if platform == "gpu" and operation in ("gather", "sparse_decode"):
+        # On a GPU, XLA's program is as fast.
+        with pytest.raises(NotImplementedError, match=f"{operation} for gpu"):
+          programs.kernel(platform)
+        continue
       # Nothing is passed: the kernel is found, and misses its operands.
       with pytest.raises(TypeError, match="missing"):
-        getattr(programs, platform)()
+        programs.kernel(platform)()
 
 
 def test_pallas_and_matplotlib_are_imported_when_they_are_used():

@@ -26,7 +26,9 @@ INTERPRETED = {
   "tpu": lambda: pltpu.force_tpu_interpret_mode(pltpu.InterpretParams()),
   "gpu": lambda: plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()),
 }
-# What serves besides selection and copies.
+# What serves besides selection, and copies on TPUs: on GPUs, XLA copies and reads
+# listed slots as fast as a kernel.
+ONLY_TPU = {"compact", "sparse_decode"}
 OWN = {
   "keydiff": set(),
   "snapkv": {"causal_mass"},
@@ -80,7 +82,11 @@ def test_kernels_keep_what_xla_keeps(platform, plan, served):
   with INTERPRETED[platform](), kernels.use(platform=platform):
     found = ran(model, plan)
   assert found == wanted
-  assert {"largest", "compact"} | OWN[plan] <= served
+  expected = {"largest", "compact"} | OWN[plan]
+  if platform == "gpu":
+    expected -= ONLY_TPU
+    assert not served & ONLY_TPU
+  assert expected <= served
 
 
 def test_whole_prompts_attend_by_splash_attention():
