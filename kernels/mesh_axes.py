@@ -12,6 +12,9 @@ import math
 from collections.abc import Iterable, Mapping
 
 DATA, MODEL, GROUP, CONTEXT = "data", "model", "group", "context"
+# Stands for the axes of weights, and so of the heads that they compute: "model"
+# without "context".
+HEADS = "heads"
 # Those that every mesh has: of rows and of heads.
 AXES = (DATA, MODEL)
 
@@ -49,7 +52,7 @@ def spread_over(
   """Chooses the mesh axes that divide axes of arrays evenly.
 
   Args:
-    axis: "data", "model" or "context".
+    axis: "data", "model", "context", or "heads" for "model" without "context".
     lengths: lengths of the arrays' axes.
     sizes: sizes of the mesh's axes.
 
@@ -65,6 +68,8 @@ def spread_over(
     >>> spread_over("model", [8], {"data": 1, "context": 4, "model": 2})
     ('model', 'context')
   """
+  if axis == HEADS:
+    axis, sizes = MODEL, without_context(sizes)
   known = list(lengths)
   all_of = whole(axis, sizes)
   choices = [all_of, axis]

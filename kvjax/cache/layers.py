@@ -1,7 +1,7 @@
 """The KV cache of a layer, as slots for keys and values."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 import jax
@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.activations import Activations
-from kvjax.cache.base import Arrange, Index, Layer, host_copy
+from kvjax.cache.base import AXES, Arrange, Index, Layer, host_copy
 from kvjax.cache.observation import ObservationWindow
 from kvjax.kernels.attention import Partial, attention, partial_attention
 from kvjax.kernels.gather import compact
@@ -263,6 +263,16 @@ class LayerCache(Slots):
       none = jnp.zeros(shape, received.dtype)
       received = self._write(received, none, index)
     return replace(super().append(activations, index), received=received)
+
+  def place(
+    self, place_tree: Callable[[Any, Sequence[str]], Any]
+  ) -> "LayerCache":
+    """Places the arrays on a mesh, the window as its queries need."""
+    placed: LayerCache = place_tree(replace(self, window=None), AXES)
+    window = self.window
+    if window is not None:
+      window = window.place(place_tree)
+    return replace(placed, window=window)
 
   def take(self, slots: Int[Array, "B K M"]) -> "LayerCache":
     """Gathers the given slots, ascending, then -1 for empty slots."""

@@ -1,11 +1,15 @@
 """The observation window: the last queries, carried from block to block."""
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.activations import Activations
-from kvjax.struct import struct
+from kvjax.kernels.mesh_axes import DATA, HEADS
+from kvjax.struct import replace, struct
 
 
 @struct
@@ -46,6 +50,18 @@ class ObservationWindow:
       jax.vmap(lambda x, at: take(x, at, width))(positions, start),
       _sinks_of(activations),
     )
+
+  def place(
+    self, place_tree: Callable[[Any, Sequence[str]], Any]
+  ) -> "ObservationWindow":
+    """Places the arrays on a mesh, queries where the weights compute them.
+
+    Spread further, over devices that have the same KV heads, they would split
+    these heads, too, and every step would gather all keys and values.
+    """
+    queries, sinks = place_tree((self.queries, self.sinks), (DATA, HEADS))
+    positions = place_tree(self.positions, (DATA,))
+    return replace(self, queries=queries, positions=positions, sinks=sinks)
 
 
 def _sinks_of(activations: Activations) -> Float[Array, "B N"] | None:

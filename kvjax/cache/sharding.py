@@ -16,10 +16,10 @@ from kvjax.kernels.mesh_axes import (
   CONTEXT,
   DATA,
   GROUP,
+  HEADS,
   MODEL,
   spread_over,
   whole,
-  without_context,
 )
 from kvjax.placement import is_on_host
 
@@ -195,7 +195,7 @@ def shard_activations(activations: Activations) -> Activations:
 
   def shard(leaf: jax.Array) -> jax.Array:
     if leaf.ndim == 4 and (leaf.shape[0], leaf.shape[2]) == shape:
-      return _constrain_axes(leaf, (DATA, MODEL, CONTEXT))
+      return _constrain_axes(leaf, (DATA, HEADS, CONTEXT))
     return _constrain_axes(leaf, (DATA,)) if leaf.shape == shape else leaf
 
   return shard_tokens(jax.tree.map(shard, activations), shape)
@@ -212,7 +212,7 @@ def gather_tokens[Tree: PyTree](scores: Tree) -> Tree:
 
   # Two constraints: with the last one alone, keys would move, not scores.
   def split(leaf: jax.Array) -> jax.Array:
-    return _constrain_axes(leaf, (DATA, MODEL, CONTEXT))
+    return _constrain_axes(leaf, (DATA, HEADS, CONTEXT))
 
   return _constrain(jax.tree.map(split, scores), AXES, leading=0)
 
@@ -220,9 +220,8 @@ def gather_tokens[Tree: PyTree](scores: Tree) -> Tree:
 def _constrain_axes(x: jax.Array, axes: Sequence[str]) -> jax.Array:
   """Shards leading axes over one mesh axis each, where it divides them."""
   sizes = jax.sharding.get_abstract_mesh().shape
-  heads = without_context(sizes)
   spec = (
-    spread_over(axis, [length], heads if axis == MODEL else sizes)
+    spread_over(axis, [length], sizes)
     for axis, length in zip(axes, x.shape, strict=False)
   )
   return jax.lax.with_sharding_constraint(x, PartitionSpec(*spec))

@@ -47,9 +47,12 @@ PLANS = {
 WHOLE = {
   "kvzip": kvjax.get_plan("kvzip:chunk=32", HALF),
   "gradients": kvjax.get_plan("kvzip.grad:chunk=32:level=head", HALF),
-  "evicting": kvjax.get_plan(
-    "snapkv:window=5", kvjax.Tokens(24), kvjax.Schedule(every=4)
-  ),
+  **{
+    f"evicting {name}": kvjax.get_plan(
+      name, kvjax.Tokens(24), kvjax.Schedule(every=4)
+    )
+    for name in ("snapkv:window=5", "tova", "dropkv:window=4", "rkv:window=4")
+  },
   "renumbered": kvjax.get_plan("streaming:rerotate=true", kvjax.Tokens(24)),
   "channels": kvjax.get_plan("think:window=5/snapkv:window=4", HALF),
   "ctkvr": kvjax.get_plan("ctkvr:sinks=2:local=5:probes=2", kvjax.Tokens(8)),
@@ -105,6 +108,19 @@ def test_devices_share_out_heads_or_pages_of_any_heads(name):
     assert in_pages == (mesh != "data:2,context:2")
     kept = stack.pages if in_pages else stack
     assert share(kept.keys) == share(kept.values) == 1 / 4
+
+
+@pytest.mark.filterwarnings("ignore:The .* devices of the axis 'context'")
+@pytest.mark.parametrize(
+  ("mesh", "heads", "rows"), [*zip(MESHES, (1, 2, 1), (1, 1, 2), strict=True)]
+)
+def test_queries_to_score_by_are_where_the_weights_compute_them(
+  mesh, heads, rows
+):
+  window = answers("evicting dropkv:window=4", mesh)[0].stacks[0].window
+  assert share(window.queries) == 1 / (heads * rows)
+  # Not shared out by queries, though each is one of four.
+  assert share(window.positions) == 1 / rows
 
 
 def test_a_warning_says_that_devices_have_the_same_cache():
