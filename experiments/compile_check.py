@@ -99,7 +99,7 @@ def main() -> None:
 
 def _wanted(platform: Platform) -> list[Program]:
   layers = _QUICK_LAYERS if _QUICK.value else _LAYERS.value
-  candidates = [*kernel_programs(), *engine_programs(layers, platform)]
+  candidates = [*kernel_programs(platform), *engine_programs(layers, platform)]
   if _QUICK.value:
     return quick(candidates, platform)
   return chosen(candidates, _ONLY.value)

@@ -12,6 +12,7 @@ import jax
 from jaxtyping import Array
 
 from kvjax import kernels
+from kvjax.kernels.programs import Platform
 
 
 def _everything(result: Any) -> Any:
@@ -30,6 +31,7 @@ class Spec:
       device's memory and its cores.
     library: a baseline made of standard JAX functions.
     compared: what of a result all programs must agree on.
+    platforms: those whose kernel serves it; on others it is XLA's program.
   """
 
   name: str
@@ -38,6 +40,7 @@ class Spec:
   ideal_bytes: int
   library: Callable[..., Any] | None = None
   compared: Callable[[Any], Any] = _everything
+  platforms: tuple[Platform, ...] = ("tpu", "gpu")
 
   @property
   def shapes(self) -> tuple[jax.ShapeDtypeStruct, ...]:

@@ -1,7 +1,6 @@
 """The kernels at the sizes of their `specs.py`."""
 
 import functools
-import itertools
 from collections import Counter
 from collections.abc import Iterator
 
@@ -11,12 +10,15 @@ from jax.sharding import NamedSharding, PartitionSpec
 from kvjax import kernels
 from kvjax.experiments.tpu.chips import Chip
 from kvjax.experiments.tpu.programs import Lowered, Program
+from kvjax.kernels.programs import Platform
 from kvjax.kernels.specs import Spec, named_specs
 
 
-def kernel_programs() -> Iterator[Program]:
-  """Yields a program for each specification of each operation."""
-  return itertools.starmap(of_spec, named_specs())
+def kernel_programs(platform: Platform) -> Iterator[Program]:
+  """Yields a program for each specification that a platform's kernel serves."""
+  for operation, spec in named_specs():
+    if platform in spec.platforms:
+      yield of_spec(operation, spec)
 
 
 def of_spec(operation: str, spec: Spec) -> Program:

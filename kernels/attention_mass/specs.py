@@ -27,6 +27,7 @@ def _causal(name: str, batch: int, queries: int, slots: int) -> Spec:
     causal_mass,
     arrays,
     _bytes(batch, queries, slots) + position_bytes,
+    platforms=("tpu",) if queries == 1 else ("tpu", "gpu"),
   )
 
 

@@ -48,6 +48,7 @@ def _spec(batch: int, tokens: int, kept: int, received: bool = False) -> Spec:
     run=_run,
     arrays=arrays,
     ideal_bytes=math.prod(shape[:2]) * kept * (2 * row + 4),
+    platforms=("tpu",),
   )
 
 

@@ -57,6 +57,7 @@ def _decoding(
     else _of_eight_bits,
     arrays,
     batch * lists * num_slots * per_slot + 4 * batch * _HEADS * dim,
+    platforms=("tpu",),
   )
 
 

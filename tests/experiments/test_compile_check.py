@@ -118,10 +118,10 @@ def test_specifications_are_found_by_themselves(monkeypatch, tmp_path):
     path.parent.mkdir(exist_ok=True)
     path.write_text(text)
   monkeypatch.setattr(kernels, "__path__", [str(tmp_path)])
-  assert list(kernel_programs.kernel_programs()) == []
+  assert list(kernel_programs.kernel_programs("tpu")) == []
   spec = Spec("8 x 8", jnp.negative, lambda _: (jnp.zeros((8, 8)),) * 2, 512)
   monkeypatch.setattr("kvjax.kernels.toy.specs.SPECS", (spec,))
-  (found,) = kernel_programs.kernel_programs()
+  (found,) = kernel_programs.kernel_programs("tpu")
   assert (found.kind, found.name, found.shapes) == ("kernel", "toy", "8 x 8")
   assert found.operands() == "2 float32[8,8]"
   assert found.function == "negative"
@@ -352,7 +352,7 @@ def test_a_gpu_is_known():
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("name", ["gather", "prompt_attention"])
+@pytest.mark.parametrize("name", ["paged_attention", "prompt_attention"])
 def test_a_kernel_for_gpus_is_measured(name):
   """A kernel of Pallas, and cuDNN's, of which there is only the version."""
   chips.prepare_cuda()

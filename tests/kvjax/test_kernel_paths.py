@@ -26,8 +26,8 @@ INTERPRETED = {
   "tpu": lambda: pltpu.force_tpu_interpret_mode(pltpu.InterpretParams()),
   "gpu": lambda: plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()),
 }
-# What serves besides selection, and copies on TPUs: on GPUs, XLA copies and reads
-# listed slots as fast as a kernel.
+# What serves besides selection, and copies on TPUs: on GPUs, XLA copies and
+# reads listed slots as fast as a kernel.
 ONLY_TPU = {"compact", "sparse_decode"}
 OWN = {
   "keydiff": set(),

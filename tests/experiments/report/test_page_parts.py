@@ -77,7 +77,7 @@ def test_all_tables_of_the_page_are_known():
   assert {*found, "evictions"} == {*COLUMNS}
   # Others say where kernels apply, and what a GPU did (below).
   shown = [line for line in page.splitlines() if line.startswith("| :--")]
-  assert len(shown) == len(found) + 2
+  assert len(shown) == len(found) + 3
 
 
 @pytest.mark.parametrize("name", COLUMNS)
@@ -236,25 +236,48 @@ def test_speeds_have_one_number_where_they_round_to_it():
   assert benchmark_tables.speeds([7.4e9, 5.2e9, 6e9]) == "5.2 to 7.4 GB/s"
 
 
-def test_the_table_of_a_gpu_is_of_its_outputs():
+def of_a_gpu(name):
+  """What was printed on a GPU, and its lines split into words."""
+  path = ROOT / "docs" / "measured" / "h200" / f"{name}.txt"
+  output = path.read_text(encoding="utf-8")
+  return output, [line.split() for line in output.splitlines()]
+
+
+def rows_with(text):
+  """The cells of the page's lines with a text."""
   page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
-  lines = [line for line in page.splitlines() if "cuBLAS | `" in line]
+  return [
+    [cell.strip().strip("`") for cell in line.strip("|").split("|")]
+    for line in page.splitlines()
+    if text in line and line.startswith("|")
+  ]
+
+
+@pytest.mark.parametrize(
+  ("prompts", "name"), [("32 x 8,192", "batch"), ("4 x 32,704", "decode_32k")]
+)
+def test_what_a_gpu_decodes_is_its_output(prompts, name):
+  _, words = of_a_gpu(name)
+  for _, method, budget, size, *rest in rows_with(f"| {prompts} |"):
+    (found,) = [line for line in words if line and line[0] == method]
+    *kept, mib, _, step, speed, ratio, share = found[1:]
+    assert " ".join(kept) == budget
+    assert round(float(mib.replace(",", ""))) == int(size.replace(",", ""))
+    assert [step, speed, ratio, share] == rest
+
+
+def test_what_a_gpu_decodes_without_copies_is_its_output():
+  lines = rows_with("cuBLAS | `")
   assert len(lines) == 4
   # Of Llama-3.1-8B's weights, the embedding is not read.
   embedding = 128_256 * 4096 * 2
-  for line in lines:
-    products, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+  for products, method, budget, size, step, speed, share in lines:
     name = "triton" if "Triton" in products else "cublas"
-    measured = ROOT / "docs" / "measured" / "h200" / f"decode_{name}.txt"
-    output = measured.read_text(encoding="utf-8")
-    method, budget, size, step, speed, share = (x.strip("`") for x in cells)
-    (row,) = [
-      x.split() for x in output.splitlines() if x[1:].startswith(method)
-    ]
-    assert row[:3] == [method, budget, f"{size}.00"]
+    output, words = of_a_gpu(f"decode_{name}")
+    (row,) = [line for line in words if line and line[0] == method]
+    assert row[1:3] == [budget, f"{size}.00"]
     assert row[4:6] == [step, speed]
-    copies = float(
-      re.search(r"copies moved ([\d,.]+)", output)[1].replace(",", "")
-    )
-    moved = float(row[7]) / 100 * copies * 1e9 * float(step) / 1e3
+    (copies,) = re.findall(r"copies moved ([\d,.]+)", output)
+    speed = 1e9 * float(copies.replace(",", ""))
+    moved = float(row[7]) / 100 * speed * float(step) / 1e3
     assert round(float(row[7]) * (1 - embedding / moved)) == int(share)
