@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.clustering import unit
 from kvjax.errors import InputError
 from kvjax.heads import Head
+from kvjax.kernels.dispatch import target_platform
 from kvjax.kernels.select import largest
 from kvjax.options.bounds import check_least
 from kvjax.retrieval.base import (
@@ -28,8 +29,10 @@ from kvjax.selection import exact_share, floor_share
 from kvjax.struct import replace, struct
 
 _MAX_CENTROIDS = 2048
-# Maximum number of logits per query head in memory while lists are built.
-_LOGITS = 2**17
+# Maximum number of logits per query head in memory while lists are built. GPUs
+# and TPUs read all keys for each tile of centroids, and have memory for more.
+_CPU_LOGITS = 2**17
+_LOGITS = 2**22
 _MAX_RATIO = 1000
 
 Choice = Literal["final", "init", "random", "equi"]
@@ -166,7 +169,8 @@ class CTkvr(Retrieval):
       if self.ring_size
       else min(max_length, prompt.end - prompt.start)
     )
-    tile = max(1, _LOGITS // head.positions.shape[0])
+    logits = _CPU_LOGITS if target_platform() == "cpu" else _LOGITS
+    tile = max(1, logits // head.positions.shape[0])
     list_length = self._list_length(budget)
 
     keys, numbers = head.keys, self._numbers(prompt)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax import kernels
 from kvjax.cache.layers import LayerCache
 from kvjax.cache.sparse import SparseLayer
 from kvjax.errors import InputError
@@ -319,18 +320,31 @@ def sizes_of(jaxpr):
         yield from sizes_of(inner)
 
 
-def test_lists_are_made_a_few_centroids_at_a_time(monkeypatch):
+@pytest.mark.parametrize(
+  ("platform", "bound", "other"),
+  [("cpu", "_CPU_LOGITS", "_LOGITS"), ("gpu", "_LOGITS", "_CPU_LOGITS")],
+)
+def test_lists_are_made_a_few_centroids_at_a_time(
+  monkeypatch, platform, bound, other
+):
   """Logits of all centroids and keys never exist together."""
   counts = jnp.asarray([8], jnp.int32)
   seen = random_activations(0, [256], 256, heads=2, kv_heads=1)
 
   def largest(logits):
-    monkeypatch.setattr(ctkvr, "_LOGITS", logits)
-    program = jax.make_jaxpr(
-      lambda seen: SparseLayer.of(
-        CTkvr(centroids=64), jnp.int32(1), LayerCache.of(seen), seen, counts, 8
-      )
-    )(seen)
+    monkeypatch.setattr(ctkvr, bound, logits)
+    monkeypatch.setattr(ctkvr, other, 0)
+    with kernels.use("xla", platform):
+      program = jax.make_jaxpr(
+        lambda seen: SparseLayer.of(
+          CTkvr(centroids=64),
+          jnp.int32(1),
+          LayerCache.of(seen),
+          seen,
+          counts,
+          8,
+        )
+      )(seen)
     return max(sizes_of(program.jaxpr))
 
   every = 2 * 64 * 256
