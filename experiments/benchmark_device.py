@@ -16,7 +16,8 @@ file is there, of the same command, are not run again. The steps:
   time to index;
 - scoring: one layer's scores by several methods, and its attention.
 
-It has run on CPUs with small numbers only. --only=decode,sparse runs some.
+Its steps but `kernels` have run on a GPU one by one, with fewer methods; the
+suite has run on CPUs, with small numbers. --only=decode,sparse runs some.
 """
 
 import pathlib

@@ -90,8 +90,6 @@ def main() -> None:
   chips.prepare(platform)
   if not _QUICK.value:
     cli.announce()
-  # Without a TPU, programs for one can be written to the cache but not read.
-  jax.config.update("jax_enable_compilation_cache", False)
   packages = _PACKAGES if output is not None else ()
   versions = {name: metadata.version(name) for name in packages}
   finish(_compiled(wanted, names), output, versions)

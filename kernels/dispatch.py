@@ -53,7 +53,8 @@ def use(
 
   Args:
     implementation: "xla"; "pallas", which raises where a kernel declines; None
-      uses the platform's kernels and falls back to XLA.
+      uses the platform's kernels and falls back to XLA. Where a platform has no
+      kernel of an operation, all are XLA.
     platform: the target to compile for; None is that of JAX's default device.
     overrides: implementations of some of `OPERATIONS` by name, in place of
       `implementation`.
@@ -141,10 +142,15 @@ def dispatch(
   )
   platform = target_platform()
   run = functools.partial(programs.xla, **options)
-  if chosen == "xla" or (chosen is None and platform not in ("gpu", "tpu")):
+  kernel = programs.kernel(platform)
+  if (
+    chosen == "xla"
+    or kernel is None
+    or (chosen is None and platform not in ("gpu", "tpu"))
+  ):
     return run(*operands)
+  kernel = functools.partial(kernel, **options)
   try:
-    kernel = functools.partial(programs.kernel(platform), **options)
     if platform == "gpu":
       _check_gpu(programs.gpus)
     program: Callable[..., Any] = functools.partial(

@@ -64,19 +64,10 @@ class Programs(NamedTuple):
     )
     return cls(xla, tpu, gpu, gpus, differentiable)
 
-  def kernel(self, platform: str) -> Callable[..., Any]:
-    """Returns the kernel for GPUs, or else that for TPUs.
-
-    Raises:
-      NotImplementedError: there is none.
-    """
+  def kernel(self, platform: str) -> Callable[..., Any] | None:
+    """Returns the kernel for GPUs, or else that for TPUs; None if none is."""
     # Of a CPU, which can only interpret them, those for TPUs.
-    found = self.gpu if platform == "gpu" else self.tpu
-    if found is None:
-      raise NotImplementedError(
-        f"There is no kernel of {self.operation} for {platform}."
-      )
-    return found
+    return self.gpu if platform == "gpu" else self.tpu
 
 
 def _kernel(xla: Callable[..., Any], platform: Platform) -> Callable[..., Any]:

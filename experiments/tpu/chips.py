@@ -161,6 +161,7 @@ def prepare_libtpu() -> None:
     )
   for name, value in _ENVIRONMENT.items():
     os.environ.setdefault(name, value)
+  _without_cache()
 
 
 def prepare_cuda() -> None:
@@ -176,12 +177,16 @@ def prepare_cuda() -> None:
     )
   # Otherwise the plugin looks for a GPU and for all libraries of CUDA.
   jax.config.update("jax_platforms", "cpu")
-  # Without a GPU, no program can be read from it.
-  jax.config.update("jax_enable_compilation_cache", False)
+  _without_cache()
   # Only the version of cuDNN is asked for, but its library is larger than all
   # that compiling takes.
   versions: Any = importlib.import_module(f"{_PLUGIN}._versions")
   versions.cudnn_get_version = versions.cudnn_build_version
+
+
+def _without_cache() -> None:
+  # Without a chip, programs for one can be written to the cache but not read.
+  jax.config.update("jax_enable_compilation_cache", False)
 
 
 def _mesh(devices: tuple[Any, ...], rows: int = 1, tokens: int = 1) -> Mesh:

@@ -99,7 +99,7 @@ class Tiles(NamedTuple):
     largest: staging buffer for `PartialSums.largest`.
     total: staging buffer for `PartialSums.total`.
     arrived: barrier for the copies of a chunk.
-    ready: barrier for the copies before the first chunk.
+    ready: barrier for the queries' copy.
   """
 
   queries: Any
@@ -112,29 +112,17 @@ class Tiles(NamedTuple):
   ready: Any
 
   @classmethod
-  def types(
-    cls,
-    dim: int,
-    dtype: DTypeLike,
-    stored: DTypeLike,
-    tiled: bool,
-    copies: int,
-    first: int,
-  ) -> "Tiles":
+  def types(cls, dim: int, dtype: DTypeLike, stored: DTypeLike) -> "Tiles":
     """Returns the types to allocate.
 
     Args:
       dim: D.
       dtype: 16-bit dtype of queries and products.
       stored: dtype of keys and values in memory.
-      tiled: whether rows arrive as tiles, which threads read faster.
-      copies: number of copies that fetch a chunk.
-      first: number of copies before the first chunk.
     """
     tile = plgpu.SMEM((ROWS, dim), dtype, transforms=_swizzled(dtype))
     square = plgpu.SMEM((ROWS, ROWS), dtype, transforms=_swizzled(dtype))
-    transforms = _swizzled(stored) if tiled else ()
-    rows = plgpu.SMEM((2, ROWS, dim), stored, transforms=transforms)
+    rows = plgpu.SMEM((2, ROWS, dim), stored, transforms=_swizzled(stored))
     vector = plgpu.SMEM((ROWS,), jnp.float32)
     return cls(
       tile,
@@ -144,8 +132,9 @@ class Tiles(NamedTuple):
       square,
       vector,
       vector,
-      plgpu.Barrier(num_arrivals=copies, num_barriers=2),
-      plgpu.Barrier(num_arrivals=first),
+      # A chunk's keys and values.
+      plgpu.Barrier(num_arrivals=2, num_barriers=2),
+      plgpu.Barrier(num_arrivals=1),
     )
 
 

@@ -8,7 +8,7 @@ from kvjax.kernels.gather.compacted import Compacted
 from kvjax.kernels.gather.xla import compact_xla
 from kvjax.kernels.programs import Programs
 
-# On an H200, XLA's program moves 79 to 91 % of the bytes that a copy does.
+# On an H200, XLA's program took 0.55 to 0.72 of a kernel's time.
 _PROGRAMS = Programs.of(compact_xla, platforms=("tpu",))
 
 

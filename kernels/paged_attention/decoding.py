@@ -65,7 +65,7 @@ def decode_attention_gpu(
   """Kernel for `decode_attention`.
 
   Raises:
-    NotImplementedError: see `paged_attention_gpu`; a window is served.
+    NotImplementedError: see `paged_attention_gpu`; windows are served.
   """
   # Pallas takes longer to import than the rest of kvjax.
   from kvjax.kernels.paged_attention.gpu import paged_attention_gpu

@@ -1,5 +1,6 @@
 """Attention over pages on Hopper GPUs: all heads read 64 slots at a time."""
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -66,9 +67,10 @@ def paged_attention_gpu(
     NotImplementedError: there is more than one token, more than 64 query heads
       or no page; queries do not have 16 bits, or keys and values have neither
       their dtype nor int8; D is not 128, or 64 in 16 bits; the slots of a row
-      are no multiple of 8; attention is not plain.
+      are no multiple of 8; attention is not plain but for its scale.
   """
-  decline_unless_plain(options, keys.shape[-1], values.shape[-1])
+  others = dataclasses.replace(options, scale=None)
+  decline_unless_plain(others, keys.shape[-1], values.shape[-1])
   batch, query_heads, length, dim = queries.shape
   dtypes = {stored(x).dtype for x in (keys, values)}
   if length != 1 or query_heads > ROWS or not heads.size:
@@ -134,19 +136,21 @@ def paged_attention_gpu(
       tree=tree,
       chunks_per_split=chunks_per_split,
       group=query_heads // kv_heads,
+      scale=options.scale_of(dim),
     ),
     out_type=PartialSums.shapes((batch, splits), query_heads, dim),
     grid=(batch, splits),
     grid_names=("row", "split"),
-    # Two copies per chunk, keys and values; one before, the queries.
-    scratch_types=Tiles.types(dim, queries.dtype, dtype, True, 2, 1),
+    scratch_types=Tiles.types(dim, queries.dtype, dtype),
     compiler_params=warpgroup.PARAMS,
   )(*leaves)
   output, lse = PartialSums(*partial).joined(queries.dtype)
   return Partial(output[:, :, None], lse[..., None])
 
 
-def _kernel(*refs: Any, tree: Any, chunks_per_split: int, group: int) -> None:
+def _kernel(
+  *refs: Any, tree: Any, chunks_per_split: int, group: int, scale: float
+) -> None:
   """Attends to a part of a row, prefetching one chunk.
 
   Args:
@@ -154,6 +158,7 @@ def _kernel(*refs: Any, tree: Any, chunks_per_split: int, group: int) -> None:
     tree: tree structure of the operands.
     chunks_per_split: number of chunks of a part.
     group: query heads per KV head.
+    scale: multiplies the logits.
   """
   count = tree.num_leaves
   read = jax.tree.unflatten(tree, refs[:count])
@@ -186,7 +191,7 @@ def _kernel(*refs: Any, tree: Any, chunks_per_split: int, group: int) -> None:
     pl.when(number + 1 < used)(lambda: fetch(number + 1))
     plgpu.barrier_wait(tiles.arrived.at[number & 1])
     at = (row, first + number)
-    return _attend(partial, tiles, number & 1, read, at, group)
+    return _attend(partial, tiles, number & 1, read, at, group, scale)
 
   pl.when(used > 0)(lambda: fetch(jnp.int32(0)))
   partial = PartialSums.none(tiles.queries.shape[1])
@@ -203,6 +208,7 @@ def _attend(
   read: _Operands,
   at: tuple[Array, Array],
   group: int,
+  scale: float,
 ) -> PartialSums:
   def vector(ref: Any, layout: Any = warpgroup.OF_COLUMNS) -> Array:
     return plgpu.load(ref.at[at], layout=layout, optimized=False)
@@ -211,7 +217,7 @@ def _attend(
     return vector(read.owners, layout) >= 0
 
   def adjust(logits: Array) -> Array:
-    logits = logits * tiles.queries.shape[1] ** -0.5
+    logits = logits * scale
     along = warpgroup.along_columns
     if read.key_scales is not None:
       logits = logits * along(vector(read.key_scales))

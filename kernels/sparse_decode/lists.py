@@ -1,4 +1,4 @@
-"""Lists of slots, split into chunks for the kernels."""
+"""Lists of slots, split into chunks for the kernel."""
 
 from typing import NamedTuple
 
@@ -13,7 +13,6 @@ class Lists(NamedTuple):
 
   Attributes:
     counts: entries of each list up to the last slot.
-    numbers: slots to fetch; an arbitrary valid slot where there is none.
     slots: slots to attend to; -1 for none.
     bias: added to the logits of the query heads of a list.
     key_scales: scales of the listed keys, if they are quantized.
@@ -21,7 +20,6 @@ class Lists(NamedTuple):
   """
 
   counts: Int[Array, "B H"]
-  numbers: Int[Array, "B H C 1 c"]
   slots: Int[Array, "B H C 1 c"]
   bias: Float[Array, "B H C G c"] | None
   key_scales: Float[Array, "B H C 1 c"] | None
@@ -77,8 +75,6 @@ class Lists(NamedTuple):
     named = jnp.where(slots >= 0, numbers[None, None], 0)
     return cls(
       jnp.max(named, axis=-1, initial=0),
-      # Kernels fetch a slot for every entry, without a branch.
-      to_chunks(jnp.clip(slots, 0, keys.shape[3] - 1)),
       to_chunks(slots, -1),
       None if bias is None else to_chunks(bias.astype(jnp.float32)),
       scales(keys),

@@ -109,7 +109,7 @@ def sparse_decode_tpu(
       chunked.counts.reshape(-1),
       queries.reshape(batch, lists, heads // lists, dim),
       _first_slots(chunked.slots.reshape(batch * lists, 1, -1, page)),
-      chunked[2:],
+      chunked[1:],
       stored(keys),
       stored(values),
     ),

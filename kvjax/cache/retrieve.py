@@ -53,6 +53,7 @@ def index_all(
     jnp.broadcast_to(layer, shape),
     split.start,
     split.end,
+    together=shape[0] * shape[1],
   )
   # By default a TPU multiplies float32 in bfloat16, which would change the
   # ranks of close scores.

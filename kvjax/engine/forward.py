@@ -105,6 +105,9 @@ def run_layers(
   weight_index = jnp.asarray(geometry.weight_index, jnp.int32)
   state_index = jnp.asarray(ranks(order), jnp.int32)
   hidden, shared = model.embed(params, tokens, positions)
+  # Of a pattern in a loop, XLA would copy the weights of layers that are alone;
+  # where there are many tokens, this matters less than the time to compile.
+  step_on_gpu = tokens.shape[1] == 1 and target_platform() == "gpu"
 
   def run(carry: Any, kind: _Kind, start: Any, length: int) -> Any:
     stack = weights[kind.spec.weights]
@@ -136,7 +139,8 @@ def run_layers(
     layers = start + jnp.arange(length, dtype=jnp.int32)
     if length == 1 and covers_stack:
       return body(carry, (layers[0], index_layer(stack, 0)))[0]
-    if length == 1 and target_platform() == "gpu" and isinstance(start, int):
+    if length == 1 and step_on_gpu:
+      # A product reads a static part of the stack in place.
       here = index_layer(stack, geometry.weight_index[start])
       return body(carry, (layers[0], here))[0]
     if length == 1:
@@ -162,7 +166,7 @@ def run_layers(
     return carry
 
   start = 0
-  if repeats > 1:
+  if repeats > 1 and not step_on_gpu:
     pattern = runs[:period]
     size = sum(each.length for each in pattern)
     # The number of a period's first layer; weights and states follow from it.

@@ -44,7 +44,7 @@ from kvjax.engine.unrolled import (
   roll_cache,
   unroll_cache,
 )
-from kvjax.hosts import read
+from kvjax.hosts import is_traced, read
 from kvjax.model import Model
 from kvjax.options.bounds import check_count
 from kvjax.prompts import Prompts
@@ -255,7 +255,7 @@ def generate_from(
     inputs = DecodingInputs(
       turn.seeds, listener, turn.prepared, limit, sampling
     )
-    program = _program(turn.keep)
+    program = _program(turn.keep, params)
     layers = layers_apart(model, params, decoding.max_new_tokens)
     # Compiled for the rounded number of tokens; `inputs` stop the loop.
     decoded, new_cache = program(
@@ -304,26 +304,31 @@ def _generate_from_all(
   return tuple(results[index] for index in range(len(caches)))
 
 
-def _program(keep: bool) -> Callable[..., tuple[DecodedTokens, Cache | None]]:
+def _program(
+  keep: bool, params: PyTree
+) -> Callable[..., tuple[DecodedTokens, Cache | None]]:
   """Returns the program that generates, and keeps or discards the cache."""
   program = _generate_and_keep if keep else _generate_and_discard
   options = decoding_options()
-  return program if options is None else _with_options(program, **options)
+  # Within `jax.jit`, what it calls has no options of its own.
+  if options is None or is_traced((params, jnp.zeros(()))):
+    return program
+  return _with_options(keep, **options)
 
 
 @functools.cache
-def _with_options(program: Any, **options: bool | int) -> Any:
+def _with_options(keep: bool, **options: bool | int) -> Any:
   """Returns one of the programs below with other options of the compiler."""
-  keeps = program is _generate_and_keep
-  return jax.jit(
-    program.__wrapped__,
-    static_argnames=("model", "decoding"),
-    donate_argnames=("cache",) if keeps else (),
-    compiler_options=options,
-  )
+  program = _generate_and_keep if keep else _generate_and_discard
+  arguments = _KEEPING if keep else _DISCARDING
+  return jax.jit(program.__wrapped__, **arguments, compiler_options=options)
 
 
-@functools.partial(jax.jit, static_argnames=("model", "decoding"))
+_DISCARDING: Any = dict(static_argnames=("model", "decoding"))
+_KEEPING: Any = dict(**_DISCARDING, donate_argnames=("cache",))
+
+
+@functools.partial(jax.jit, **_DISCARDING)
 def _generate_and_discard(
   model: Model,
   params: PyTree,
@@ -343,9 +348,7 @@ def _generate_and_discard(
   ], None
 
 
-@functools.partial(
-  jax.jit, static_argnames=("model", "decoding"), donate_argnames=("cache",)
-)
+@functools.partial(jax.jit, **_KEEPING)
 def _generate_and_keep(
   model: Model,
   params: PyTree,

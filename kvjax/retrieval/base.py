@@ -43,6 +43,7 @@ class Prompt:
     layer: index of the layer.
     start: first retrievable slot.
     end: one past the last retrievable slot.
+    together: number of heads of all rows that are indexed at the same time.
   """
 
   head: Head
@@ -51,6 +52,7 @@ class Prompt:
   layer: Int[Array, "*B"] | int
   start: int = static()
   end: int = static()
+  together: int = static(default=1)
 
   def key(self, seed: int) -> PRNGKeyArray:
     """A random key that differs between layers and KV heads."""

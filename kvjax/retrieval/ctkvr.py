@@ -29,10 +29,11 @@ from kvjax.selection import exact_share, floor_share
 from kvjax.struct import replace, struct
 
 _MAX_CENTROIDS = 2048
-# Maximum number of logits per query head in memory while lists are built. GPUs
-# and TPUs read all keys for each tile of centroids, and have memory for more.
+# Maximum number of logits in memory while lists are built: per query head, and
+# on GPUs and TPUs, which read all keys for each tile of centroids, per query of
+# a group in all heads and rows.
 _CPU_LOGITS = 2**17
-_LOGITS = 2**22
+_LOGITS = 2**25
 _MAX_RATIO = 1000
 
 Choice = Literal["final", "init", "random", "equi"]
@@ -169,7 +170,8 @@ class CTkvr(Retrieval):
       if self.ring_size
       else min(max_length, prompt.end - prompt.start)
     )
-    logits = _CPU_LOGITS if target_platform() == "cpu" else _LOGITS
+    on_cpu = target_platform() == "cpu"
+    logits = _CPU_LOGITS if on_cpu else _LOGITS // prompt.together
     tile = max(1, logits // head.positions.shape[0])
     list_length = self._list_length(budget)
 

@@ -29,7 +29,7 @@ def drawn(D, dtype="bfloat16"):
   return *(jnp.asarray(x, dtype) for x in (q, k, v)), jnp.asarray(positions)
 
 
-def by_hand(q, k, v, positions, window=None):
+def by_hand(q, k, v, positions, window=None, scale=None):
   """In float64, one head at a time; also the log-sum-exp."""
   q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
   output, lse = np.zeros(q.shape), np.zeros(q.shape[:3])
@@ -39,7 +39,8 @@ def by_hand(q, k, v, positions, window=None):
       seen = (at >= 0) & (at <= LAST[row])
       if window is not None:
         seen &= at > LAST[row] - window
-      logits = k[row, head // G][seen] @ q[row, head, 0] * q.shape[-1] ** -0.5
+      logits = k[row, head // G][seen] @ q[row, head, 0]
+      logits *= q.shape[-1] ** -0.5 if scale is None else scale
       weights = np.exp(logits - logits.max())
       output[row, head, 0] = weights / weights.sum() @ v[row, head // G][seen]
       lse[row, head, 0] = np.log(weights.sum()) + logits.max()
@@ -84,13 +85,14 @@ def check(found, wanted, tolerance):
   np.testing.assert_allclose(found.lse, lse, atol=1e-5)
 
 
-@pytest.mark.parametrize("D", [64, 128])
-@pytest.mark.parametrize("window", [None, 50])
-def test_kernel_sees_what_a_token_sees(served, D, window):
+@pytest.mark.parametrize(
+  ("D", "window", "scale"), [(64, None, None), (64, 50, 0.2), (128, 50, None)]
+)
+def test_kernel_sees_what_a_token_sees(served, D, window, scale):
   q, k, v, positions = drawn(D)
-  found = attended(q, k, v, positions, window=window)
+  found = attended(q, k, v, positions, window=window, scale=scale)
   assert served == ["decode_attention_gpu"]
-  check(found, by_hand(q, k, v, positions, window), 2e-2)
+  check(found, by_hand(q, k, v, positions, window, scale), 2e-2)
 
 
 def test_kernel_reads_eight_bits(served):

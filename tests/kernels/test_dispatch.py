@@ -242,12 +242,18 @@ def test_kernels_are_found_by_the_name_of_xlas_program(operation):
     for platform in ("tpu", "gpu"):
       if platform == "gpu" and operation in ("gather", "sparse_decode"):
         # On a GPU, XLA's program is as fast.
-        with pytest.raises(NotImplementedError, match=f"{operation} for gpu"):
-          programs.kernel(platform)
+        assert programs.kernel(platform) is None
         continue
       # Nothing is passed: the kernel is found, and misses its operands.
       with pytest.raises(TypeError, match="missing"):
         programs.kernel(platform)()
+
+
+def test_a_platform_without_a_kernel_has_that_of_xla():
+  programs = Programs(lambda x: x + 1, lambda x: x + 10, None)
+  for implementation in ("pallas", None):
+    with kernels.use(implementation, platform="gpu"):
+      assert dispatch(programs, None, (jnp.ones(()),), ("",), "") == 2
 
 
 def test_pallas_and_matplotlib_are_imported_when_they_are_used():

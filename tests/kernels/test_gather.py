@@ -149,9 +149,8 @@ def test_every_device_of_a_mesh_copies_its_rows_and_heads():
   [
     ("tpu", (1, 1, 30, 0, 128, jnp.bfloat16)),
     ("tpu", (1, 1, 30, 4, 1024, jnp.float32)),
-    ("gpu", (1, 1, 30, 4, 128, jnp.bfloat16)),
   ],
-  ids=["tpu, no slots", "tpu, wide", "gpu"],
+  ids=["tpu, no slots", "tpu, wide"],
 )
 def test_what_a_kernel_declines_xla_copies(platform, sizes):
   operands = drawn(*sizes)

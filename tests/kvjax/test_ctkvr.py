@@ -352,6 +352,29 @@ def test_lists_are_made_a_few_centroids_at_a_time(
   assert largest(1024) < every // 4
 
 
+def test_rows_share_the_memory_of_logits_on_gpus(monkeypatch):
+  monkeypatch.setattr(ctkvr, "_LOGITS", 2**13)
+
+  def largest(rows):
+    seen = random_activations(0, [256] * rows, 256, heads=2, kv_heads=2)
+    counts = jnp.full(rows, 8, jnp.int32)
+    with kernels.use("xla", "gpu"):
+      program = jax.make_jaxpr(
+        lambda seen: SparseLayer.of(
+          CTkvr(centroids=64),
+          jnp.int32(1),
+          LayerCache.of(seen),
+          seen,
+          counts,
+          8,
+        )
+      )(seen)
+    # Nothing has as many entries as the tiles of logits but the keys.
+    return max(sizes_of(program.jaxpr)) // seen.keys.size
+
+  assert largest(1) >= largest(4) == 1
+
+
 @pytest.mark.parametrize(
   ("name", "sentence"),
   [
