@@ -143,6 +143,15 @@ def run_layers(
       # A product reads a static part of the stack in place.
       here = index_layer(stack, geometry.weight_index[start])
       return body(carry, (layers[0], here))[0]
+    if step_on_gpu and not covers_stack:
+      # Likewise, where the loop's own number says which part.
+      ahead = geometry.weight_index[start] - start
+      return jax.lax.fori_loop(
+        start,
+        start + length,
+        lambda i, carry: body(carry, (i, index_layer(stack, i + ahead)))[0],
+        carry,
+      )
     if length == 1:
       # The barrier hides that the layer's number is constant. Otherwise XLA
       # slices the weights out of their stack, and takes longer to compile.

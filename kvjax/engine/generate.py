@@ -319,7 +319,7 @@ def _program(
 @functools.cache
 def _with_options(keep: bool, **options: bool | int) -> Any:
   """Returns one of the programs below with other options of the compiler."""
-  program = _generate_and_keep if keep else _generate_and_discard
+  program: Any = _generate_and_keep if keep else _generate_and_discard
   arguments = _KEEPING if keep else _DISCARDING
   return jax.jit(program.__wrapped__, **arguments, compiler_options=options)
 

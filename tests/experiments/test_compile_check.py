@@ -437,3 +437,19 @@ def test_decoding_copies_no_weights_on_gpus(method, rows):
   assert outcome.fault is None
   # cuBLAS has a workspace of 32 MiB; the output matrix of an MLP takes 112.
   assert outcome.footprint.temporary < 40 * 2**20
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(
+  ("use", "layers"),
+  # Five layers with a window and one without; one of each.
+  list(zip(engine_programs.HYBRIDS, (12, 4), strict=True)),
+  ids=["gemma-3", "gpt-oss"],
+)
+def test_patterns_of_layers_copy_no_weights_on_gpus(use, layers):
+  chips.prepare_cuda()
+  lower = functools.partial(engine_programs.lower_decode, use, layers)
+  one = program("decode", use.name, lower=lower)
+  outcome = compiled(one, chips.Chip.load("h100"))
+  assert outcome.fault is None
+  assert outcome.footprint.temporary < 48 * 2**20

@@ -183,6 +183,16 @@ def test_windows_are_counted_in_the_memory(name):
   assert 0 <= counters <= 4 * (len(ROWS) + model.geometry.num_layers)
 
 
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_a_step_on_a_gpu_reads_the_weights_of_its_layers(name):
+  """Without a loop over the pattern, and each layer where its number says."""
+  given = prefilled(name)
+  wanted = kvjax.generate(*given, kvjax.Decoding(4))
+  with dispatch.use("xla", "gpu"):
+    found = kvjax.generate(*given, kvjax.Decoding(4))
+  np.testing.assert_array_equal(found.tokens, wanted.tokens)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_a_row_of_a_compressed_hybrid_answers_as_it_does_alone(name):
