@@ -85,11 +85,11 @@ plan: .libtpu/.ready
 	  $(BIN)/python -m kvjax.experiments.plan $(ARGS)
 
 test-tpu: .libtpu/.ready
-	@PYTHONPATH=.libtpu JAX_PLATFORMS=cpu \
+	@PYTHONPATH=.libtpu JAX_PLATFORMS=cpu JAX_ENABLE_COMPILATION_CACHE=0 \
 	  $(BIN)/python -m pytest -m libtpu
 
 test-gpu: .cuda/.ready
-	@PYTHONPATH=.cuda JAX_PLATFORMS=cpu \
+	@PYTHONPATH=.cuda JAX_PLATFORMS=cpu JAX_ENABLE_COMPILATION_CACHE=0 \
 	  $(BIN)/python -m pytest -m cuda
 
 test-adapters: .adapters/.ready

@@ -124,6 +124,12 @@ def main() -> None:
   refusals.refuse_together("sizes", ["model"], "either is the model")
   if _LAYERS.present and not _SIZES.present:
     raise InputError("--layers is for --sizes.")
+  platforms = jax.config.jax_platforms
+  if platforms and "cpu" not in platforms.split(","):
+    raise InputError(
+      "The model is made on a CPU, which JAX_PLATFORMS leaves out; it has to "
+      f"be {platforms},cpu."
+    )
   # On a GPU, JAX would take most of the memory that all processes share.
   os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
   peer: pathlib.Path | None = pathlib.Path(_PEER.value)

@@ -11,12 +11,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int, Shaped
 
 from kvjax.kernels import tuning
-from kvjax.kernels.attention import Partial, warpgroup
+from kvjax.kernels.attention import warpgroup
 from kvjax.kernels.attention.options import (
   PLAIN,
   AttentionOptions,
   decline_unless_plain,
 )
+from kvjax.kernels.attention.partial import Partial
 from kvjax.kernels.attention.warpgroup import ROWS, PartialSums, Tiles
 from kvjax.kernels.paged_attention.owners import owners_of
 from kvjax.kernels.quantized import Quantized, stored

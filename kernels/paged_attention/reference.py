@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.kernels.attention import Partial
 from kvjax.kernels.attention.options import PLAIN, AttentionOptions
+from kvjax.kernels.attention.partial import Partial
 from kvjax.kernels.quantized import Quantized, dequantize
 
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from kvjax.kernels.attention import Partial
+from kvjax.kernels.attention.partial import Partial
 from kvjax.kernels.paged_attention.api import paged_attention
 from kvjax.kernels.quantized import Quantized, quantize
 from kvjax.kernels.specs import Choices, Spec

@@ -11,12 +11,12 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int, Shaped
 
 from kvjax.kernels import tuning
-from kvjax.kernels.attention import Partial
 from kvjax.kernels.attention.options import (
   PLAIN,
   AttentionOptions,
   decline_unless_plain,
 )
+from kvjax.kernels.attention.partial import Partial
 from kvjax.kernels.attention.running import Running
 from kvjax.kernels.paged_attention.owners import owners_of
 from kvjax.kernels.quantized import Quantized, stored

@@ -4,7 +4,9 @@ import ast
 import contextlib
 import inspect
 import json
+import os
 import pathlib
+import subprocess
 import sys
 import types
 
@@ -256,6 +258,18 @@ def test_wrong_flags_are_refused(refusal, tiny_directory, arguments, message):
     *arguments,
   )
   assert message in told
+
+
+def test_a_model_is_not_made_without_a_cpu():
+  done = subprocess.run(
+    [sys.executable, "-m", "kvjax.experiments.benchmark_peers"],
+    env={**os.environ, "JAX_PLATFORMS": "cuda"},
+    capture_output=True,
+    text=True,
+    timeout=60,
+  )
+  assert done.returncode == 2
+  assert "JAX_PLATFORMS leaves out; it has to be cuda,cpu." in done.stderr
 
 
 @pytest.mark.slow

@@ -320,6 +320,18 @@ def sizes_of(jaxpr):
         yield from sizes_of(inner)
 
 
+def largest_array(seen, platform):
+  """Entries of the largest array while prompts are indexed."""
+  counts = jnp.full(len(seen.positions), 8, jnp.int32)
+
+  def index(seen):
+    cache, layer = LayerCache.of(seen), jnp.int32(1)
+    return SparseLayer.of(CTkvr(centroids=64), layer, cache, seen, counts, 8)
+
+  with kernels.use("xla", platform):
+    return max(sizes_of(jax.make_jaxpr(index)(seen).jaxpr))
+
+
 @pytest.mark.parametrize(
   ("platform", "bound", "other"),
   [("cpu", "_CPU_LOGITS", "_LOGITS"), ("gpu", "_LOGITS", "_CPU_LOGITS")],
@@ -328,51 +340,24 @@ def test_lists_are_made_a_few_centroids_at_a_time(
   monkeypatch, platform, bound, other
 ):
   """Logits of all centroids and keys never exist together."""
-  counts = jnp.asarray([8], jnp.int32)
   seen = random_activations(0, [256], 256, heads=2, kv_heads=1)
-
-  def largest(logits):
-    monkeypatch.setattr(ctkvr, bound, logits)
-    monkeypatch.setattr(ctkvr, other, 0)
-    with kernels.use("xla", platform):
-      program = jax.make_jaxpr(
-        lambda seen: SparseLayer.of(
-          CTkvr(centroids=64),
-          jnp.int32(1),
-          LayerCache.of(seen),
-          seen,
-          counts,
-          8,
-        )
-      )(seen)
-    return max(sizes_of(program.jaxpr))
-
   every = 2 * 64 * 256
-  assert largest(2**17) == every
-  assert largest(1024) < every // 4
+  monkeypatch.setattr(ctkvr, other, 0)
+  monkeypatch.setattr(ctkvr, bound, 2**17)
+  assert largest_array(seen, platform) == every
+  monkeypatch.setattr(ctkvr, bound, 1024)
+  assert largest_array(seen, platform) < every // 4
 
 
 def test_rows_share_the_memory_of_logits_on_gpus(monkeypatch):
   monkeypatch.setattr(ctkvr, "_LOGITS", 2**13)
-
-  def largest(rows):
-    seen = random_activations(0, [256] * rows, 256, heads=2, kv_heads=2)
-    counts = jnp.full(rows, 8, jnp.int32)
-    with kernels.use("xla", "gpu"):
-      program = jax.make_jaxpr(
-        lambda seen: SparseLayer.of(
-          CTkvr(centroids=64),
-          jnp.int32(1),
-          LayerCache.of(seen),
-          seen,
-          counts,
-          8,
-        )
-      )(seen)
-    # Nothing has as many entries as the tiles of logits but the keys.
-    return max(sizes_of(program.jaxpr)) // seen.keys.size
-
-  assert largest(1) >= largest(4) == 1
+  one, four = (
+    random_activations(0, [256] * rows, 256, heads=2, kv_heads=2)
+    for rows in (1, 4)
+  )
+  assert largest_array(one, "gpu") == 2**13 > one.keys.size
+  # Those of four rows are as many, which their keys exceed.
+  assert largest_array(four, "gpu") == four.keys.size > 2**13
 
 
 @pytest.mark.parametrize(
