@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -13,6 +13,8 @@ from jaxtyping import Array, Float, Int
 
 import kvjax
 from kvjax import hosts
+from kvjax.engine.generation import compile_generation
+from kvjax.engine.turn import Request
 from kvjax.experiments.run import prefilling
 from kvjax.experiments.run.candidates import Candidate
 from kvjax.experiments.run.prompting import Prompt, Prompted, Shape
@@ -107,7 +109,12 @@ def replies(
   )
   turns = max(len(prompts) for prompts in contexts)
   stays = contexts[0][0].stays
-  for group in _groups(lm, [one.cache for one in prefilled.values()], stays):
+  groups = _groups(lm, [one.cache for one in prefilled.values()], stays)
+  if not stays:
+    began = time.monotonic()
+    _compile(lm, prefilled, groups, rows, shape)
+    seconds.answer += time.monotonic() - began
+  for group in groups:
     # Each cache is freed when it has been joined.
     parts = [prefilled.pop(index) for index in group]
     joined = _Joined.of(lm, parts, rows, shape)
@@ -130,6 +137,25 @@ def replies(
       ]
     # Before the next group is joined.
     del joined
+
+
+def _compile(
+  lm: Pretrained,
+  prefilled: Mapping[int, prefilling.Prefilled],
+  groups: Sequence[Sequence[int]],
+  contexts: Sequence[Prompted],
+  shape: Shape,
+) -> None:
+  """Compiles the programs that answer the first question, for all groups."""
+  first = prefilled[groups[0][0]]
+  prompts = [of_context[0] for of_context in contexts]
+  request = Request(
+    _questions(first.cache, prompts, shape) if shape.question else first.logits,
+    _decoding(lm, prompts),
+    seeds=_seeds(first.cache, prompts),
+  )
+  caches = [[prefilled[index].cache for index in group] for group in groups]
+  compile_generation(lm.model, lm.params, caches, request)
 
 
 def _prefill(

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
@@ -50,6 +51,17 @@ class Turn(NamedTuple):
   feeds: Feeds | None
   seeds: Int[Array, " B"]
   prepared: PreparedPlan | None
+
+  def repeated(self, times: int) -> "Turn":
+    """The shapes of the turn for the rows of so many caches."""
+
+    def rows(leaf: Array) -> jax.ShapeDtypeStruct:
+      shape = (times * leaf.shape[0], *leaf.shape[1:])
+      return jax.ShapeDtypeStruct(shape, leaf.dtype)
+
+    arrays = self.logits, self.feeds, self.seeds
+    logits, feeds, seeds = jax.tree.map(rows, arrays)
+    return self._replace(logits=logits, feeds=feeds, seeds=seeds)
 
 
 def check_request(model: Model, cache: Cache, request: Request) -> Turn:

@@ -1,0 +1,73 @@
+"""Compiles the programs of several calls at the same time, before the calls.
+
+XLA compiles a program on a single thread. A sweep of many methods needs about
+a hundred programs for its first layer, and would wait for one after another.
+"""
+
+import os
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from kvjax.hosts import is_traced
+
+# Hashes of calls whose programs were compiled here: `jax.jit` has them.
+_compiled: set[int] = set()
+
+
+class Call(NamedTuple):
+  """A call of a program that may not be compiled yet.
+
+  Attributes:
+    program: a function that `jax.jit` returned.
+    arrays: its arguments that have arrays, by name.
+    static: its static arguments, by name.
+  """
+
+  program: Any
+  arrays: Mapping[str, Any]
+  static: Mapping[str, Any]
+
+  def __call__(self) -> Any:
+    """Calls the program."""
+    return self.program(**self.arrays, **self.static)
+
+  def key(self) -> int:
+    """A hash that calls of one program share."""
+    leaves, structure = jax.tree.flatten(dict(self.arrays))
+    shapes = tuple((jnp.shape(x), jnp.result_type(x)) for x in leaves)
+    mesh = jax.sharding.get_abstract_mesh()
+    static = tuple(self.static.items())
+    return hash((self.program, mesh, structure, shapes, static))
+
+
+def compile_together(calls: Iterable[Call]) -> None:
+  """Compiles what calls need, as many programs at a time as there are cores.
+
+  `jax.jit` finds the programs when they are called. Nothing happens within
+  `jax.jit`, nor on several hosts, which compile in the same order.
+
+  Args:
+    calls: the calls; each is dropped before the next is asked for, so that
+      their arrays need not be in memory together.
+  """
+  if jax.process_count() > 1:
+    return
+  futures: list[Future[Any]] = []
+  with ThreadPoolExecutor(os.cpu_count()) as pool:
+    try:
+      for call in calls:
+        if is_traced(dict(call.arrays)):
+          return
+        key = call.key()
+        if key not in _compiled:
+          lowered = call.program.lower(**call.arrays, **call.static)
+          futures.append(pool.submit(lowered.compile))
+          _compiled.add(key)
+      for future in futures:
+        future.result()
+    finally:
+      pool.shutdown(wait=False, cancel_futures=True)
