@@ -5,6 +5,7 @@ a hundred programs for its first layer, and would wait for one after another.
 """
 
 import os
+import weakref
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -14,8 +15,10 @@ import jax.numpy as jnp
 
 from kvjax.hosts import is_traced
 
-# Hashes of calls whose programs were compiled here: `jax.jit` has them.
-_compiled: set[int] = set()
+# Keys of the calls of each function that were compiled for, which `jax.jit` has.
+_compiled: weakref.WeakKeyDictionary[Any, set[int]] = (
+  weakref.WeakKeyDictionary()
+)
 
 
 class Call(NamedTuple):
@@ -36,12 +39,12 @@ class Call(NamedTuple):
     return self.program(**self.arrays, **self.static)
 
   def key(self) -> int:
-    """A hash that calls of one program share."""
+    """A hash that calls of the function share if one program is for all."""
     leaves, structure = jax.tree.flatten(dict(self.arrays))
     shapes = tuple((jnp.shape(x), jnp.result_type(x)) for x in leaves)
     mesh = jax.sharding.get_abstract_mesh()
     static = tuple(self.static.items())
-    return hash((self.program, mesh, structure, shapes, static))
+    return hash((mesh, structure, shapes, static))
 
 
 def compile_together(calls: Iterable[Call]) -> None:
@@ -62,11 +65,11 @@ def compile_together(calls: Iterable[Call]) -> None:
       for call in calls:
         if is_traced(dict(call.arrays)):
           return
-        key = call.key()
-        if key not in _compiled:
+        key, known = call.key(), _compiled.setdefault(call.program, set())
+        if key not in known:
           lowered = call.program.lower(**call.arrays, **call.static)
           futures.append(pool.submit(lowered.compile))
-          _compiled.add(key)
+          known.add(key)
       for future in futures:
         future.result()
     finally:

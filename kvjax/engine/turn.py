@@ -53,14 +53,11 @@ class Turn(NamedTuple):
   prepared: PreparedPlan | None
 
   def repeated(self, times: int) -> "Turn":
-    """The shapes of the turn for the rows of so many caches."""
-
-    def rows(leaf: Array) -> jax.ShapeDtypeStruct:
-      shape = (times * leaf.shape[0], *leaf.shape[1:])
-      return jax.ShapeDtypeStruct(shape, leaf.dtype)
-
+    """The turn for the rows of so many caches."""
     arrays = self.logits, self.feeds, self.seeds
-    logits, feeds, seeds = jax.tree.map(rows, arrays)
+    logits, feeds, seeds = jax.tree.map(
+      lambda leaf: jnp.concatenate([leaf] * times), arrays
+    )
     return self._replace(logits=logits, feeds=feeds, seeds=seeds)
 
 
