@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from kvjax.hosts import is_traced
 
-# Keys of the calls that each function was compiled for; `jax.jit` has the rest.
+# Keys of the calls that each function was compiled for here.
 _compiled: weakref.WeakKeyDictionary[Any, set[int]] = (
   weakref.WeakKeyDictionary()
 )
