@@ -1,6 +1,7 @@
 """A conversation about a compressed text, against the engine's own calls."""
 
 import dataclasses
+import threading
 
 import jax
 import numpy as np
@@ -103,9 +104,11 @@ def test_a_chat_whose_answer_failed_says_so(tiny, monkeypatch):
 @pytest.mark.parametrize("keep", [True, False])
 def test_an_answer_may_fail_before_the_cache_is_lost(tiny, monkeypatch, keep):
   chat, other = (tiny.compress(TEXT, "keydiff", 0.5) for _ in range(2))
+  failures = threading.Semaphore(0)
 
   def fail(model, params, cache, request, listener):
     listener(0, np.array([5]))
+    failures.release()
     raise RuntimeError("out of memory")
 
   with monkeypatch.context() as patch:
@@ -113,6 +116,9 @@ def test_an_answer_may_fail_before_the_cache_is_lost(tiny, monkeypatch, keep):
     with pytest.raises(RuntimeError, match="out of memory"):
       chat.ask(QUESTIONS[0], 8, keep=keep)
     unread = chat.ask(QUESTIONS[0], 8, keep=keep, stream=True)
+    # The answer is made by a thread, which may begin later.
+    for _ in range(2):
+      assert failures.acquire(timeout=60)
   assert chat.ask(QUESTIONS[0], 8) == other.ask(QUESTIONS[0], 8)
   # Its reader learns of it.
   with pytest.raises(RuntimeError, match="out of memory"):
