@@ -6,11 +6,11 @@ lists them, and
 
   kvjax reproduce E5.1 --model=DIR --data=DIR
 
-runs one or more of them on your model and data: LongBench's files, or RULER's
-if they should not be generated. Without model and data, the bundled model
-answers generated prompts at scaled-down budgets. It is not the papers' model:
-do not compare the numbers. Orders of methods are shown as far as the samples
-decide them.
+runs one or more of them on your model and data: files of LongBench, of MATH-500
+for E2.14, or of RULER if it should not be generated. Without model and data,
+the bundled model answers generated prompts at scaled-down budgets. It is not
+the papers' model: do not compare the numbers. Orders of methods are shown as
+far as the samples decide them.
 
 --dry_run says what the experiments would cost: contexts, tokens, bytes, and
 minutes from two contexts. With the bundled model, an experiment takes 1 to 15
@@ -49,8 +49,8 @@ for module in (dry_run_inputs, run_inputs, text_inputs):
 _DATA = flags.DEFINE_string(
   "data",
   None,
-  "File or folder with published samples of LongBench or RULER, or the name of "
-  "such a dataset on the Hugging Face hub.",
+  "File or folder with published samples of LongBench, RULER or MATH-500, or "
+  "the name of such a dataset on the Hugging Face hub.",
 )
 _SAMPLES = flags.DEFINE_integer(
   "samples",

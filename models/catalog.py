@@ -123,7 +123,9 @@ def locate(model: str | pathlib.Path) -> pathlib.Path:
     `~/.cache/kvjax/models/NAME`; XDG_CACHE_HOME, if set, replaces `~/.cache`.
 
   Raises:
-    InputError: a named model is not in the cache and cannot be fetched.
+    UnreachableError: a named model is not in the cache, and there is no
+      connection to where it is.
+    InputError: it cannot be fetched for another reason.
   """
   path = pathlib.Path(model)
   name = str(model)

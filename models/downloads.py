@@ -20,6 +20,13 @@ from kvjax.errors import InputError
 _RECORD = ".verified.json"
 
 
+class UnreachableError(InputError):
+  """The index or the hub that has a model cannot be reached from here.
+
+  Any other failure, such as a wrong digest, is an InputError of no subclass.
+  """
+
+
 @dataclasses.dataclass(frozen=True)
 class ModelFile:
   """A file of a model.
@@ -67,6 +74,7 @@ class Download(Protocol):
       folder: where the model will be, for messages.
 
     Raises:
+      UnreachableError: there is no connection to where the files are.
       InputError: the files cannot be downloaded.
       OSError: the folder cannot be written.
     """
@@ -85,6 +93,7 @@ def fetch(source: Download, folder: pathlib.Path) -> None:
     folder: the model's own folder, which may not exist yet.
 
   Raises:
+    UnreachableError: there is no connection to where the model is.
     InputError: the model cannot be downloaded, its digest is wrong, or there is
       too little disk space.
   """

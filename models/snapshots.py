@@ -5,7 +5,7 @@ import errno
 import pathlib
 
 from kvjax.errors import InputError
-from kvjax.models.downloads import ModelFile
+from kvjax.models.downloads import ModelFile, UnreachableError
 
 # Of the disk; the hub's own errors have other numbers, or none.
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EFBIG)
@@ -50,7 +50,9 @@ class Snapshot:
       folder: where the model will be, for messages.
 
     Raises:
-      InputError: the hub cannot be reached, or does not have the commit.
+      UnreachableError: the hub cannot be reached.
+      InputError: the hub does not have the commit, or something else fails.
+      OSError: the folder cannot be written.
     """
     # Imported for downloads alone, as it takes a while.
     import huggingface_hub
@@ -68,11 +70,16 @@ class Snapshot:
       errors = huggingface_hub.errors
       # The hub reports gated and private repositories as absent ones.
       absent = (errors.RepositoryNotFoundError, errors.RevisionNotFoundError)
-      reason = "the hub cannot be reached"
+      # The first: neither on the hub, which does not answer, nor on the disk.
+      silent = (errors.LocalEntryNotFoundError, ConnectionError, TimeoutError)
+      kind = InputError
+      reason = f"its client has failed with {type(error).__name__}"
       if isinstance(error, absent):
         reason = "the hub does not give it to you"
+      elif isinstance(error, silent):
+        kind, reason = UnreachableError, "the hub cannot be reached"
       names = ", ".join(file.name for file in self.files)
-      raise InputError(
+      raise kind(
         f"The model {self.label} cannot be fetched from the Hugging Face hub "
         f"({reason}); run this once with access to the hub, or put {names} "
         f"into {folder}."

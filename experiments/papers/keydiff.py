@@ -17,6 +17,7 @@ from kvjax.experiments.papers.analyses import (
 )
 from kvjax.experiments.papers.data_model import (
   Analysis,
+  Column,
   Comparison,
   Parts,
   Setup,
@@ -146,6 +147,59 @@ _E2_4 = dataclasses.replace(
   _compared("variants", 128, _VARIANTS), targets=printed.read("E2.4")
 )
 
+# SnapKV and the full cache as before; KeyDiff protects its newest tokens.
+_WRITING = {
+  "Full": "full",
+  "KeyDiff": "keydiff:recent_frac=0.2",
+  "SnapKV": _METHODS["SnapKV"],
+}
+
+
+def _math(new_tokens: int, columns: tuple[Column, ...]) -> Comparison:
+  """Defines Math-500 with answers of at most so many tokens."""
+  return Comparison(
+    f"{new_tokens // 1024}K tokens",
+    Setup(
+      *("math500", ("math500",), (), None),
+      schedule=_WHOLE,
+      new_tokens=new_tokens,
+    ),
+    None,
+    QUERY_AWARE,
+    lines(_WRITING),
+    columns,
+    (
+      plain("flexible match", ("math500",)),
+      plain("exact match", ("math500",), "same_text"),
+    ),
+  )
+
+
+_MATH = (
+  dataclasses.replace(
+    _math(
+      4096,
+      budgets(
+        {
+          "N = 1,024": (Tokens(1024), Tokens(64)),
+          "N = 2,048": (Tokens(2048), Tokens(128)),
+        }
+      ),
+    ),
+    small=Setup(
+      *("arithmetic", ("arithmetic",), (), 8), schedule=_WHOLE, new_tokens=128
+    ),
+    targets=printed.read("E2.14_4k"),
+    scaling="Answers have at most 128 tokens, and methods keep 64 and 128.",
+  ),
+  dataclasses.replace(
+    _math(
+      8192, budgets({"N = 2,048": Tokens(2048), "N = 4,096": Tokens(4096)})
+    ),
+    targets=printed.read("E2.14_8k"),
+  ),
+)
+
 _NEEDLE = plain("needles found", ("needle",))
 _COMPARED = ("Full", "Sink", "TOVA", "SnapKV", "KeyDiff")
 _E2_5 = dataclasses.replace(
@@ -231,4 +285,5 @@ PARTS: Parts = {
   "E2.13": (
     Analysis("texts", long_answers.measure, prose(512, 8), prose(512, 8)),
   ),
+  "E2.14": _MATH,
 }

@@ -105,6 +105,8 @@ def _arguments(experiment: Experiment) -> Iterator[str]:
     yield "--model=DIR"
   if "LongBench" in experiment.needs:
     yield "--data=DIR"
+  if "Math-500" in experiment.needs:
+    yield "--data=FILE"
   if "SQuAD" in experiment.needs:
     yield "--squad=FILE"
   if "HotpotQA" in experiment.needs:

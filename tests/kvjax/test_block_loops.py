@@ -24,7 +24,10 @@ RNG = np.random.default_rng(0)
 ROWS = [RNG.permutation(64)[:n].tolist() for n in (61, 40, 17)]
 ASKED = [[64, 65], [66], [67, 68, 69]]
 # So hot that every token is another: greedily this model repeats the last.
-DECODING = kvjax.Decoding(10, sampling=kvjax.Sampling(1000.0))
+HOT = kvjax.Sampling(1000.0)
+# Over it from the start, one token below it, and far below it.
+LIMIT = 20
+AROUND = [row[:n] for row, n in zip(ROWS, (29, 19, 9), strict=True)]
 NAMES = [
   "keydiff",
   "key_norm",
@@ -36,13 +39,18 @@ NAMES = [
 ]
 
 
+def compressed(name, rows, budget, block, every):
+  """The cache of prompts."""
+  schedule = kvjax.Schedule(block=block, every=every)
+  prompts = kvjax.Prompts.of(rows, 64)
+  plan = kvjax.get_plan(name, kvjax.Tokens(budget), schedule)
+  return kvjax.prefill(MODEL, PARAMS, prompts, plan)[0]
+
+
 @functools.cache
 def prefill(name, block, every):
-  """The cache of the prompts; both tests ask for the same."""
-  schedule = kvjax.Schedule(block=block, every=every)
-  prompts = kvjax.Prompts.of(ROWS, 64)
-  plan = kvjax.get_plan(name, kvjax.Tokens(BUDGET), schedule)
-  return kvjax.prefill(MODEL, PARAMS, prompts, plan)[0]
+  """The cache of `ROWS`; both tests ask for the same."""
+  return compressed(name, ROWS, BUDGET, block, every)
 
 
 class Slow:
@@ -161,12 +169,12 @@ def between(seen, starts, ends):
   return dataclasses.replace(seen, positions=kept)
 
 
-def by_hand(name, seen, block):
+def by_hand(name, seen, block, rows=ROWS, budget=BUDGET):
   """The prompt, block by block."""
-  slow = Slow(name, [BUDGET] * 3)
+  slow = Slow(name, [budget] * 3)
   zeros = np.zeros(3, int)
-  for start in range(0, max(map(len, ROWS)), block):
-    ends = np.minimum(start + block, [len(row) for row in ROWS])
+  for start in range(0, max(map(len, rows)), block):
+    ends = np.minimum(start + block, [len(row) for row in rows])
     slow.step(between(seen, zeros + start, ends))
   return slow
 
@@ -180,6 +188,28 @@ def test_blocks_evict_what_the_loops_evict(name, block, every):
   slow = by_hand(name, activations(ROWS), block)
   for row in range(3):
     assert kept_positions(cache, row)[0] == slow.positions(row)
+
+
+def answered(cache, rows, new):
+  """The cache after the questions and so many tokens, and all tokens."""
+  cache = kvjax.reserve(cache, 8 + new)
+  questions = kvjax.Prompts.of(ASKED, 8)
+  decoding = kvjax.Decoding(new, sampling=HOT)
+  answers = kvjax.generate(MODEL, PARAMS, cache, questions, decoding, keep=True)
+  said = answers.rows()
+  whole = [a + b + c for a, b, c in zip(rows, ASKED, said, strict=True)]
+  assert all(len(set(row)) == len(row) for row in whole)
+  return answers.cache, whole
+
+
+def decode_by_hand(slow, seen, rows, new, every):
+  """The questions, then token by token."""
+  prompts = np.array([len(row) for row in rows])
+  ends = prompts + [len(row) for row in ASKED]
+  slow.step(between(seen, prompts, ends))
+  for step in range(new):
+    evicts = (step + 1) % every == 0 or step == new - 1
+    slow.step(between(seen, ends + step, ends + step + 1), evicts)
 
 
 @pytest.mark.parametrize(
@@ -199,21 +229,29 @@ def test_blocks_evict_what_the_loops_evict(name, block, every):
 def test_decoding_evicts_what_the_loops_evict(name, every):
   """After the question, after so many tokens, and after the last."""
   cache = prefill(name, 7, every)
-  new = DECODING.max_new_tokens
-  cache = kvjax.reserve(cache, 8 + new)
-  answers = kvjax.generate(
-    MODEL, PARAMS, cache, kvjax.Prompts.of(ASKED, 8), DECODING, keep=True
-  )
-  said = answers.rows()
-  whole = [a + b + c for a, b, c in zip(ROWS, ASKED, said, strict=True)]
-  assert all(len(set(row)) == len(row) for row in whole)
+  cache, whole = answered(cache, ROWS, 10)
   seen = activations(whole)
   slow = by_hand(name, seen, 7)
-  prompts = np.array([len(row) for row in ROWS])
-  ends = prompts + [len(row) for row in ASKED]
-  slow.step(between(seen, prompts, ends))
-  for step in range(new):
-    evicts = (step + 1) % every == 0 or step == new - 1
-    slow.step(between(seen, ends + step, ends + step + 1), evicts)
+  decode_by_hand(slow, seen, ROWS, 10, every)
   for row in range(3):
-    assert kept_positions(answers.cache, row)[0] == slow.positions(row)
+    assert kept_positions(cache, row)[0] == slow.positions(row)
+
+
+@pytest.mark.parametrize(
+  ("block", "every"), [(64, 1), (7, 3)], ids=["whole", "blocks"]
+)
+def test_a_row_below_the_budget_grows_to_it_and_then_keeps_what_differs(
+  block, every
+):
+  """KeyDiff's equations 4 and 6: it evicts only beyond N tokens."""
+  cache = compressed("keydiff", AROUND, LIMIT, block, every)
+  cache, whole = answered(cache, AROUND, 20)
+  seen = activations(whole)
+  slow = by_hand("keydiff", seen, block, AROUND, LIMIT)
+  held = [len(slow.positions(row)[0]) for row in range(3)]
+  assert held == [LIMIT, 19, 9]
+  decode_by_hand(slow, seen, AROUND, 20, every)
+  for row in range(3):
+    kept = kept_positions(cache, row)[0]
+    assert [len(head) for head in kept] == [LIMIT] * 2
+    assert kept == slow.positions(row)

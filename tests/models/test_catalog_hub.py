@@ -10,7 +10,7 @@ from huggingface_hub import errors
 
 from kvjax.errors import InputError
 from kvjax.models import catalog
-from kvjax.models.downloads import ModelFile
+from kvjax.models.downloads import ModelFile, UnreachableError
 from kvjax.models.pretrained import load
 from kvjax.models.snapshots import Snapshot
 
@@ -67,12 +67,13 @@ def test_a_model_of_the_hub_is_fetched_once(hub, cache, capsys):
   [
     (errors.OfflineModeIsEnabled("x\ny"), r"\(the hub cannot be reached\)"),
     (errors.LocalEntryNotFoundError("x"), r"\(the hub cannot be reached\)"),
-    (RuntimeError("x"), r"\(the hub cannot be reached\)"),
+    (ConnectionResetError("x"), r"\(the hub cannot be reached\)"),
+    (RuntimeError("x"), r"\(its client has failed with RuntimeError\)"),
     (errors.RepositoryNotFoundError, r"\(the hub does not give it to you\)"),
     (errors.RevisionNotFoundError, r"\(the hub does not give it to you\)"),
     (OSError(28, "No space left on device"), r"toy \(No space left on devic"),
   ],
-  ids=range(6),
+  ids=range(7),
 )
 def test_a_hub_that_has_it_not(hub, cache, monkeypatch, error, said):
   if isinstance(error, type):
@@ -86,6 +87,8 @@ def test_a_hub_that_has_it_not(hub, cache, monkeypatch, error, said):
   with pytest.raises(InputError, match=said) as caught:
     load(NAME)
   assert "\n" not in str(caught.value)
+  unreachable = isinstance(caught.value, UnreachableError)
+  assert unreachable == ("cannot be reached" in said)
   assert _left(cache) == []
 
 

@@ -8,10 +8,9 @@ import pathlib
 
 import numpy as np
 import pytest
+from fetching import located
 
 import kvjax
-from kvjax.errors import InputError
-from kvjax.models import catalog
 from kvjax.models.pretrained import load
 
 NAME = "gemma3-270m"
@@ -25,11 +24,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def lm():
-  try:
-    catalog.locate(NAME)
-  except InputError as error:
-    pytest.skip(str(error))
-  return load(NAME)
+  return load(located(NAME))
 
 
 def test_odd_texts_have_the_ids_of_sentencepiece(lm):

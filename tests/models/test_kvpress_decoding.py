@@ -14,11 +14,10 @@ import sys
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fetching import located
 
 import kvjax
 from kvjax.engine import decode
-from kvjax.errors import InputError
-from kvjax.models import catalog
 from kvjax.models.pretrained import load
 from kvjax.testing import kept_positions
 
@@ -69,11 +68,7 @@ def checkpoint(tmp_path_factory):
   @functools.cache
   def loaded(name):
     if name == SMOLLM2:
-      try:
-        catalog.locate(name)
-      except InputError as error:
-        pytest.skip(str(error))
-      return load(name, dtype="float32")
+      return load(located(name), dtype="float32")
     folder = tmp_path_factory.mktemp(name)
     tiny_llama.write(name, folder)
     return load(folder, dtype="float32")

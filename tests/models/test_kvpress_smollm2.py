@@ -10,9 +10,8 @@ import pathlib
 import sys
 
 import pytest
+from fetching import located
 
-from kvjax.errors import InputError
-from kvjax.models import catalog
 from kvjax.models.pretrained import load
 
 SCRIPT = (
@@ -36,11 +35,7 @@ goldens = compare.goldens
 
 @pytest.fixture(scope="module")
 def lm():
-  try:
-    catalog.locate(goldens.MODEL)
-  except InputError as error:
-    pytest.skip(str(error))
-  return load(goldens.MODEL)
+  return load(located(goldens.MODEL))
 
 
 def assert_ties(differences):

@@ -9,10 +9,9 @@ import pathlib
 
 import numpy as np
 import pytest
+from fetching import located
 
 import kvjax
-from kvjax.errors import InputError
-from kvjax.models import catalog
 from kvjax.models.pretrained import load
 
 NAME = "smollm2-135m-instruct"
@@ -24,11 +23,7 @@ TOLERANCE = 1e-4
 
 @pytest.fixture(scope="module")
 def lm():
-  try:
-    catalog.locate(NAME)
-  except InputError as error:
-    pytest.skip(str(error))
-  return load(NAME)
+  return load(located(NAME))
 
 
 def test_odd_texts_have_the_ids_of_the_models_own_tokenizer(lm):

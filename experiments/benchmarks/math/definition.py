@@ -56,7 +56,7 @@ class MathLayout(KvpressLayout):
     }
 
 
-_NEW_TOKENS = Option(
+NEW_TOKENS = Option(
   "max_new_tokens",
   None,
   "Maximum tokens of an answer to a mathematical problem; the default is "
@@ -132,7 +132,7 @@ class _Problems(Benchmark):
   """
 
   options: ClassVar[Sequence[Option]] = (
-    _NEW_TOKENS,
+    NEW_TOKENS,
     _DRAWS,
     _TEMPERATURE,
     _TOP_P,
@@ -169,7 +169,7 @@ class _Problems(Benchmark):
         answers=(problem.answer,),
         task=self.name,
         max_new_tokens=request.value(
-          _NEW_TOKENS, problem.new_tokens or self.new_tokens
+          NEW_TOKENS, problem.new_tokens or self.new_tokens
         ),
         metadata=self.metadata,
         metric="math",
@@ -183,7 +183,7 @@ class _Problems(Benchmark):
       for problem in found
       for draw in draws
     ]
-    if request.value(_NEW_TOKENS) is not None:
+    if request.value(NEW_TOKENS) is not None:
       return samples
     prompts = [Prompt.of_sample(lm.text, s) for s in samples[:: len(draws)]]
     longest = max(len(prompt.prefilled) for prompt in prompts)

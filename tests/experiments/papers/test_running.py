@@ -7,6 +7,7 @@ import pathlib
 import pytest
 import rich.console
 
+import kvjax
 from kvjax.errors import InputError
 from kvjax.experiments.benchmarks.ruler import generator
 from kvjax.experiments.inputs import run_inputs
@@ -16,6 +17,7 @@ from kvjax.experiments.papers.data_model import Analysis, Experiment, Key, Setup
 from kvjax.experiments.papers.registry import EXPERIMENTS
 from kvjax.experiments.papers.setup_samples import Sources, draw
 from kvjax.experiments.tasks import passkey
+from kvjax.experiments.tasks.sample import in_words
 
 
 def experiment(*parts, **fields):
@@ -265,6 +267,77 @@ def test_longbench_is_asked_and_scored_as_by_its_own_code(session, tmp_path):
   (paper, _), data = drawn("query-agnostic")
   assert paper.answer_prefix == "Answer:"
   assert "start of the answer" not in data
+
+
+@pytest.fixture
+def problems(tmp_path):
+  rows = [
+    {"problem": f"What is {n} + 1?", "answer": f"{n + 1}"} for n in range(2)
+  ]
+  path = tmp_path / "math500.jsonl"
+  path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+  return Sources(data=path)
+
+
+def test_problems_of_mathematics_are_asked_as_evaluate_asks_them(
+  session, problems, tmp_path
+):
+  comparison, longer = EXPERIMENTS["E2.14"].parts
+  assert running.scale_of(comparison, True, Sources()) == "small"
+  own = session._replace(own_model=True, sources=problems)
+  planned = running._plan(comparison, own, tmp_path)
+  assert planned.scale == "paper"
+  ((part, samples),) = planned.drawn.samples.items()
+  assert part == ("math500", 4096)
+  assert [sample.context for sample in samples] == [
+    "What is 0 + 1?",
+    "What is 1 + 1?",
+  ]
+  assert samples[0].chat
+  assert planned.job.settings.data["answers"] == in_words(samples[0].sampling)
+  assert planned.job.settings.schedule == str(kvjax.Schedule(every=1))
+  assert {(each.method, each.budget) for each in planned.job.chosen} == {
+    ("full", "1"),
+    *(
+      (method, f"{count} tokens")
+      for method in ("keydiff:recent_frac=0.2", "snapkv.keydiff")
+      for count in (1024, 2048)
+    ),
+  }
+  planned = running._plan(longer, own, tmp_path)
+  assert [*planned.drawn.samples] == [("math500", 8192)]
+  with pytest.raises(InputError, match="--length does not go with mathemat"):
+    running._plan(comparison, own._replace(length=64), tmp_path)
+  # Arithmetic takes their place, in prompts without a chat template.
+  planned = running._plan(comparison, session._replace(samples=3), tmp_path)
+  (samples,) = planned.drawn.samples.values()
+  assert [sample.task for sample in samples] == ["arithmetic"] * 3
+  assert {sample.max_new_tokens for sample in samples} == {128}
+  assert not any(sample.chat for sample in samples)
+  assert running._plan(longer, session, tmp_path) is None
+
+
+@pytest.mark.slow
+def test_answers_of_mathematics_are_compared_with_the_papers(
+  session, problems, tmp_path
+):
+  comparison, _ = EXPERIMENTS["E2.14"].parts
+  setup = dataclasses.replace(comparison.paper, new_tokens=24)
+  columns = tuple(
+    dataclasses.replace(column, paper=column.paper._replace(budget=budget))
+    for column, budget in zip(
+      comparison.columns, (kvjax.Tokens(40), kvjax.Tokens(48)), strict=True
+    )
+  )
+  short = dataclasses.replace(comparison, paper=setup, columns=columns)
+  own = session._replace(own_model=True, sources=problems)
+  found = running.compare(short, own, tmp_path / "run").comparison
+  assert {key.what for key in found.ours} == {"flexible match", "exact match"}
+  assert len(found.ours) == 2 * 2 * len(short.lines)
+  assert {number.samples for number in found.ours.values()} == {2}
+  (llama, qwen) = found.comparison.targets
+  key = Key("KeyDiff", "N = 1,024", "flexible match")
+  assert (llama.numbers[key], qwen.numbers[key]) == (69.5, 66.6)
 
 
 def test_what_cannot_be_run_says_why():

@@ -14,7 +14,7 @@ from kvjax.experiments.papers.registry import EXPERIMENTS
 
 IDS = [
   f"E{paper}.{number}"
-  for paper, last in ((1, 9), (2, 13), (3, 9), (4, 11), (5, 5))
+  for paper, last in ((1, 9), (2, 14), (3, 9), (4, 11), (5, 5))
   for number in range(1, last + 1)
 ]
 COMPARISONS = {
@@ -25,6 +25,7 @@ COMPARISONS = {
 }
 REFERENCE = pathlib.Path(kvjax.models.__file__).parent / "reference"
 TASKS = {*generator.TASKS, *sets.SETS, "needle", "passkey"}
+TASKS |= {"math500", "arithmetic"}
 TASKS.add("niah_multiturn_conversation")
 
 
