@@ -12,7 +12,7 @@ import pytest
 from kvjax import user_cache
 from kvjax.errors import InputError
 from kvjax.experiments.benchmarks import essays, repetition
-from kvjax.experiments.benchmarks.multiturn import conversations
+from kvjax.experiments.benchmarks.multiturn import generator
 from kvjax.experiments.benchmarks.needle import definition as needle
 from kvjax.experiments.run.results import Part
 from kvjax.experiments.tasks import niah, prose
@@ -105,7 +105,7 @@ def in_prose(draw, length, essay):
 
 
 def a_conversation(tokenizer):
-  return lambda length, essay: conversations.samples(
+  return lambda length, essay: generator.samples(
     [length], 3, 1, 0, tokenizer, "shared", essay=essay
   )
 

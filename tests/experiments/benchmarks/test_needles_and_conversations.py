@@ -6,7 +6,7 @@ import re
 import pytest
 
 from kvjax import models
-from kvjax.experiments.benchmarks.multiturn import conversations
+from kvjax.experiments.benchmarks.multiturn import generator
 from kvjax.experiments.benchmarks.needle import definition as needle
 from kvjax.experiments.metrics import registry
 from kvjax.experiments.reference import vocabulary
@@ -40,7 +40,7 @@ def grid(task, seed=0, lengths=LENGTHS, depths=DEPTHS, samples=2):
 
 
 def drawn_talks(history, seed=0, first_known=False):
-  return conversations.samples(
+  return generator.samples(
     LENGTHS, 5, 2, seed, TOKENIZER, history, first_known=first_known
   )
 
@@ -132,7 +132,7 @@ def test_even_depths_go_from_end_to_end():
   assert needle.even_depths(1) == [0]
 
 
-@pytest.mark.parametrize("history", conversations.HISTORIES)
+@pytest.mark.parametrize("history", generator.HISTORIES)
 def test_every_turn_of_a_conversation_asks_for_another_needle(history):
   found = talks(history)
   task = f"niah_multiturn_{history}"
@@ -224,7 +224,7 @@ def test_keys_are_of_the_words_that_are_given():
   for sample in found:
     (key,) = sample.metadata["keys"]
     assert f"for {key} is: {sample.answers[0]}." in sample.context
-  (turns,) = conversations.samples(
+  (turns,) = generator.samples(
     [640], 4, 1, 0, TOKENIZER, "shared", words=words
   ).values()
   assert {key for s in turns for key in s.metadata["keys"]} == pairs
