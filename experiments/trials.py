@@ -14,8 +14,8 @@ one-sided tests (TOST), whose null hypothesis is that the mean differs from that
 of the full cache by --margin points or more. The program writes DIR/trials.md
 and DIR/trials.json.
 
-It takes as long as that many evaluations: `kvjax evaluate` with --dry_run and
-the same flags says how long one takes.
+It takes minutes to hours, as long as that many evaluations: `kvjax evaluate`
+with --dry_run and the same flags says how long one takes.
 
 An observation is the mean score of a trial over its tasks. That is our reading:
 Chari and Van Durme (arXiv 2507.08143) report a p-value of 20 trials without
@@ -63,6 +63,7 @@ def main(arguments: Sequence[str]) -> None:
         "--output goes before."
       )
   output = outputs.folder(_OUTPUT.value)
+  cli.announce()
   first, runs = _FIRST_SEED.value, []
   for seed in range(first, first + _TRIALS.value):
     folder = output / f"seed_{seed}"
