@@ -16,8 +16,6 @@ from kvjax.experiments.run.prompting import Protocol
 from kvjax.options.budgets import Budget
 from kvjax.options.schedules import WHOLE, Schedule
 
-Benchmark = Literal["longbench", "ruler", "needle", "passkey", "multiturn"]
-
 
 class Way(NamedTuple):
   """A method name for `kvjax.get_plan`, and a budget unless columns have it."""
@@ -137,7 +135,7 @@ class Setup:
   """The samples of an experiment, and its schedule.
 
   Attributes:
-    benchmark: see `kvjax.experiments.evaluate`.
+    benchmark: name of one of `kvjax.experiments.benchmarks.registry`.
     tasks: tasks of RULER or datasets of LongBench.
     lengths: tokens of prompt and answer; for LongBench, the maximum prompt
       length, or nothing for no truncation.
@@ -148,7 +146,7 @@ class Setup:
     in_words: for the passkey, whether lengths are words of prose instead.
   """
 
-  benchmark: Benchmark
+  benchmark: str
   tasks: tuple[str, ...]
   lengths: tuple[int, ...]
   samples: int | None

@@ -160,7 +160,9 @@ def needle_samples(
       kind=NEEDLE.values, key=key, value=sample.answers[0]
     )
     about = {**sample.metadata, "depth": depth, "needle": needle}
-    return dataclasses.replace(sample, metric="needle", metadata=about)
+    return dataclasses.replace(
+      sample, metric="needle", metadata=about, scored_by=("needle",)
+    )
 
   return _grid(NEEDLE.name, draw, lengths, depths, samples, seed, on_draw)
 
