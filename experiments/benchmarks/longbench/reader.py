@@ -193,7 +193,7 @@ def _sample(name: str, row: Row, limit: int, tokenizer: Tokenizer) -> Sample:
     "words": row.fields.get("length"),
     "first_line": data_set.first_line,
   }
-  scored_by = ("words",)
+  scored_by: tuple[str, ...] = ("words",)
   if data_set.metric == "classification":
     metadata["all_classes"] = row.texts("all_classes")
     scored_by += ("all_classes",)
