@@ -36,7 +36,7 @@ def tokens(sample):
 
 
 def grid(task, seed=0, lengths=LENGTHS, depths=DEPTHS, samples=2):
-  return DRAW[task](lengths, depths, samples, seed, count)
+  return DRAW[task](needle.Grid(lengths, depths, samples, seed, count))
 
 
 def drawn_talks(history, seed=0, first_known=False):
@@ -218,7 +218,8 @@ def test_a_first_question_that_is_known_is_prefilled_and_asked_once(history):
 def test_keys_are_of_the_words_that_are_given():
   words = KeyWords(("ad hoc", "teeny-tiny"), ("zeppelin", "x-ray"))
   part = Part("needle", 640)
-  found = needle.needle_samples([640], DEPTHS, 8, 0, count, words=words)[part]
+  asked = needle.Grid([640], DEPTHS, 8, 0, count)
+  found = needle.needle_samples(asked, words)[part]
   pairs = {f"{first}-{second}" for first in words[0] for second in words[1]}
   assert {key for s in found for key in s.metadata["keys"]} == pairs
   for sample in found:
