@@ -102,6 +102,16 @@ def test_a_cell_is_the_same_in_every_grid(task):
   assert grid(task, seed=4)[Part(task, 640)] != whole[Part(task, 640)]
 
 
+def test_what_scorers_read_is_recorded():
+  for part in grid("passkey").values():
+    assert all(sample.answers == (sample.key,) for sample in part)
+  for part in grid("needle").values():
+    assert {(sample.scored_by, sample.key) for sample in part} == {
+      (("needle",), None)
+    }
+    assert all(s.answers[0] in s.metadata["needle"] for s in part)
+
+
 def test_a_passkey_is_asked_for_without_the_chat_template():
   assert not any(s.chat for part in grid("passkey").values() for s in part)
   assert all(s.chat for part in grid("needle").values() for s in part)
