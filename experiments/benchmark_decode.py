@@ -42,7 +42,7 @@ from absl import flags
 import kvjax
 from kvjax.errors import InputError
 from kvjax.experiments import cli, refusals
-from kvjax.experiments.benchmarks.needle.definition import needle_samples
+from kvjax.experiments.benchmarks.needle.definition import Grid, needle_samples
 from kvjax.experiments.inputs import budget_inputs, run_inputs
 from kvjax.experiments.report import benchmark_tables, wording
 from kvjax.experiments.run import outputs
@@ -199,9 +199,8 @@ def _contexts(lm: Pretrained, length: int, rows: int) -> kvjax.Prompts:
     rng = np.random.default_rng(run_inputs.SEED.value)
     ids = rng.integers(lm.config.vocab_size, size=(rows, length))
     return kvjax.Prompts.of(ids.tolist())
-  (drawn,) = needle_samples(
-    [length], [0.5], rows, run_inputs.SEED.value, lm.text.count
-  ).values()
+  grid = Grid([length], [0.5], rows, run_inputs.SEED.value, lm.text.count)
+  (drawn,) = needle_samples(grid).values()
   prompts = [Prompt.of_sample(lm.text, sample) for sample in drawn]
   return kvjax.Prompts.of([prompt.context for prompt in prompts])
 

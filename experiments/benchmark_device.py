@@ -4,8 +4,9 @@
 
 checks and times every kernel, decodes with random weights of a published
 model's sizes, and times retrieval and scoring. Every step is a program of its
-own. What it prints goes to STEP.txt in --output, below its command; steps whose
-file is there, of the same command, are not run again. The steps:
+own, which says how many minutes it takes. What it prints goes to STEP.txt in
+--output, below its command; steps whose file is there, of the same command, are
+not run again. The steps:
 
 - check: every kernel beside XLA's program, equal results;
 - kernels: their times, and XLA's;
@@ -77,6 +78,7 @@ def main() -> None:
   }
   for path, arguments in chosen.items():
     _check_command(path, arguments)
+  cli.announce()
   failed = []
   for path, arguments in chosen.items():
     if path.exists():

@@ -53,7 +53,7 @@ import kvjax
 from kvjax.errors import InputError
 from kvjax.experiments import cli, refusals
 from kvjax.experiments.inputs import run_inputs
-from kvjax.experiments.peers import cases, timing, workers
+from kvjax.experiments.peers import cases, turns, workers
 from kvjax.experiments.report import benchmark_tables, wording
 from kvjax.experiments.run import outputs, progress_bar
 from kvjax.experiments.run.candidates import parse_budgets
@@ -159,14 +159,14 @@ def main() -> None:
     for case in progress_bar.track(chosen, "timing"):
       with workers.started(peer) as started:
         compared.append(
-          timing.compare(case, started, path, run_inputs.dtype(), _ROUNDS.value)
+          turns.compare(case, started, path, run_inputs.dtype(), _ROUNDS.value)
         )
   records = [dataclasses.asdict(one) for one in compared]
   outputs.write_json(folder / "measured.json", {"cases": records})
   benchmark_tables.show(
     folder,
-    timing.table(_TABLE.value, compared),
-    f"{_model_name()}, {run_inputs.dtype()} on {timing.devices(compared[0])}, "
+    turns.table(_TABLE.value, compared),
+    f"{_model_name()}, {run_inputs.dtype()} on {turns.devices(compared[0])}, "
     f"median of {wording.count(_ROUNDS.value, 'round')}",
     peers=compared[0].versions,
   )

@@ -13,7 +13,7 @@ from absl import flags
 
 from kvjax.errors import InputError
 from kvjax.experiments import cli
-from kvjax.experiments.benchmarks.needle.definition import needle_samples
+from kvjax.experiments.benchmarks.needle.definition import Grid, needle_samples
 from kvjax.experiments.inputs import run_inputs
 from kvjax.experiments.report import benchmark_tables, wording
 from kvjax.experiments.run import outputs
@@ -56,9 +56,8 @@ def main() -> None:
   cli.announce()
   with run_inputs.loaded() as (lm, devices):
     run_inputs.check_lengths(lm, [_LENGTH.value])
-    (drawn,) = needle_samples(
-      [_LENGTH.value], [0.5], 1, run_inputs.SEED.value, lm.text.count
-    ).values()
+    grid = Grid([_LENGTH.value], [0.5], 1, seed, lm.text.count)
+    (drawn,) = needle_samples(grid).values()
     (sample,) = drawn
     prompt = Prompt.of_sample(lm.text, sample)
     timing = sweep_timing.measure(lm, chosen, prompt, _ROUNDS.value)

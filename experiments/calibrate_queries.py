@@ -45,6 +45,7 @@ def main() -> None:
   outputs.check_option(_OUTPUT.value)
   output = outputs.file(_OUTPUT.value)
   texts = document_inputs.read()
+  cli.announce()
   with run_inputs.loaded() as (lm, _):
     run_inputs.check_part_length(lm, _LENGTH.value)
     parts = documents.chunks(texts, lm.text, _LENGTH.value, 1)

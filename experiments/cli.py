@@ -39,6 +39,8 @@ _OF_KVPRESS = {
   ),
   "press_name": ("methods", ""),
 }
+# How the help of a program says what it takes, and a flag that does not matter.
+_BY_DEFAULT, _OUTPUT = "It takes ", "output"
 # Flags of programs that run on several hosts.
 _OF_HOSTS = ("multihost", "coordinator", "hosts", "host", "host_timeout")
 _FORMATTED = warnings.formatwarning
@@ -248,9 +250,13 @@ def _check_values(arguments: Sequence[str]) -> None:
 def announce() -> None:
   """Says on stderr how long the program takes, in the words of its help.
 
-  It is for programs that do not estimate it themselves.
+  It is for programs that do not estimate it themselves. What a program takes by
+  its help, it takes with the default flags.
   """
   said = help_pages.duration(sys.modules["__main__"].__doc__ or "")
+  given = {n for n in help_pages.own_flags() if flags.FLAGS[n].present}
+  if given - {_OUTPUT} and said.startswith(_BY_DEFAULT):
+    said = f"With the default flags: {said}"
   if said and multihost.is_first():
     print(said, file=sys.stderr, flush=True)
 

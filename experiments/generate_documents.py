@@ -5,7 +5,7 @@
 writes lists of findings in a few fixed phrases, like those of inspections and
 logs. OUTPUT/learnt has the documents to fine-tune on, OUTPUT/other as many of
 the same kind that the model never sees. The bundled model knows the words but
-not the phrases. It takes seconds.
+not the phrases. It takes less than ten seconds.
 """
 
 import random

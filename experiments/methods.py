@@ -6,7 +6,7 @@
 prints every method with its presets, and the names that are put before a
 method's name. Methods of installed packages and of --plugins are among them.
 With names of methods or presets, it prints what each keeps, its options with
-their values, and its presets.
+their values, and its presets. It takes less than ten seconds.
 """
 
 import textwrap

@@ -34,7 +34,7 @@ from kvjax.experiments.inputs import budget_inputs
 from kvjax.experiments.planning import (
   batches,
   compiling,
-  picture,
+  search_picture,
   searching,
   slices,
   tables,
@@ -192,7 +192,7 @@ def _search(use: Use) -> None:
     for named in filter(None, found.values()):
       advance(f"{named.slice.name}, picture", 0)
       drawn[named.slice.name] = searching.batches_by_retention(
-        named, picture.SHARES
+        named, search_picture.SHARES
       )
   for kind, each in found.items():
     if each is None:
@@ -206,7 +206,7 @@ def _search(use: Use) -> None:
   if not drawn:
     exits.leave(_DOES_NOT_FIT)
   title = f"{use.model.name}, {use.tokens:,} tokens each, {use.name}"
-  figure = picture.draw(title, drawn)
+  figure = search_picture.draw(title, drawn)
   outputs.write_bytes(output, pictures.png(figure))
   _say(tables.sources(kinds), f"The picture is {output}.")
 

@@ -33,9 +33,9 @@ from kvjax.experiments.benchmarks.ruler import generator
 from kvjax.experiments.inputs import dry_run_inputs, run_inputs, text_inputs
 from kvjax.experiments.papers import (
   catalogue,
+  execution,
   programs,
   registry,
-  report,
   running,
 )
 from kvjax.experiments.papers.data_model import Experiment, Program
@@ -109,15 +109,17 @@ def main(ids: Sequence[str]) -> None:
   folders = {e.id: output / e.id / name for e in chosen}
   for experiment in chosen:
     if experiment.why_not:
-      report.refuse(experiment, console)
+      execution.refuse(experiment, console)
   # Run programs before loading the model: a device rarely fits two models.
   dry = dry_run_inputs.DRY_RUN.value
   for experiment in chosen:
     target = folders[experiment.id]
     if experiment.programs and dry:
-      report.foresee_call(experiment, given, target, console)
+      execution.foresee_call(experiment, given, target, console)
     elif experiment.programs:
-      report.call(experiment, run_inputs.model_name(), given, target, console)
+      execution.call(
+        experiment, run_inputs.model_name(), given, target, console
+      )
   remaining = [e for e in chosen if e.parts and not e.programs]
   if not remaining:
     return
@@ -133,7 +135,7 @@ def main(ids: Sequence[str]) -> None:
       _LENGTH.value,
       _TASKS.value,
     )
-    run = report.foresee if dry else report.run
+    run = execution.foresee if dry else execution.run
     for experiment in remaining:
       run(experiment, session, folders[experiment.id], console)
 

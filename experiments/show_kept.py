@@ -60,6 +60,7 @@ def main() -> None:
     )
   output = outputs.file(_OUTPUT.value)
   text = _TEXT.value and side_by_side.read_text(pathlib.Path(_TEXT.value))
+  cli.announce()
   with (
     run_inputs.loaded() as (lm, _),
     progress_bar(None, "reading the text", transient=True),

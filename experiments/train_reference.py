@@ -2,7 +2,8 @@
 
   kvjax train_reference --output=OUT
 
-takes about five hours on two cores. An interrupted run resumes from its last
+writes its weights, vocabulary and card to OUT. It takes about five hours on two
+cores. An interrupted run resumes from its last
 checkpoint, bit for bit, with the same flags.
 """
 

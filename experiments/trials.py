@@ -14,14 +14,15 @@ one-sided tests (TOST), whose null hypothesis is that the mean differs from that
 of the full cache by --margin points or more. The program writes DIR/trials.md
 and DIR/trials.json.
 
-It takes as long as that many evaluations: `kvjax evaluate` with --dry_run and
-the same flags says how long one takes.
+It takes minutes to hours, as long as that many evaluations. --dry_run, before
+the `--`, says what the first one costs.
 
 An observation is the mean score of a trial over its tasks. That is our reading:
 Chari and Van Durme (arXiv 2507.08143) report a p-value of 20 trials without
 saying more.
 """
 
+import pathlib
 from collections.abc import Sequence
 
 import rich.console
@@ -29,11 +30,13 @@ from absl import flags
 
 from kvjax.errors import InputError
 from kvjax.experiments import cli
+from kvjax.experiments.inputs import dry_run_inputs
 from kvjax.experiments.report import formats, run_files
 from kvjax.experiments.report.anova import compare, scores_of
 from kvjax.experiments.run import children, outputs
 from kvjax.experiments.run.sentences import say
 
+flags.adopt_module_key_flags(dry_run_inputs)
 _TRIALS = flags.DEFINE_integer("trials", 20, "Number of trials.", lower_bound=2)
 _FIRST_SEED = flags.DEFINE_integer(
   "first_seed",
@@ -47,6 +50,16 @@ _MARGIN = flags.DEFINE_float(
 _OUTPUT = flags.DEFINE_string(
   "output", "results/trials", "Parent folder of the trials."
 )
+
+
+def _evaluate(
+  output: pathlib.Path, seed: int, arguments: Sequence[str]
+) -> pathlib.Path:
+  """Runs the trial of a seed; returns its folder."""
+  folder = output / f"seed_{seed}"
+  given = [*arguments, f"--seed={seed}", f"--output={folder}"]
+  children.run_or_exit("kvjax.experiments.evaluate", given)
+  return folder
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -63,11 +76,14 @@ def main(arguments: Sequence[str]) -> None:
         "--output goes before."
       )
   output = outputs.folder(_OUTPUT.value)
+  if dry_run_inputs.DRY_RUN.value:
+    _evaluate(output, _FIRST_SEED.value, [*arguments, "--dry_run"])
+    say(f"This is the first of {_TRIALS.value} trials, which cost the same.")
+    return
+  cli.announce()
   first, runs = _FIRST_SEED.value, []
   for seed in range(first, first + _TRIALS.value):
-    folder = output / f"seed_{seed}"
-    given = [*arguments, f"--seed={seed}", f"--output={folder}"]
-    children.run_or_exit("kvjax.experiments.evaluate", given)
+    folder = _evaluate(output, seed, arguments)
     runs.append(run_files.find_one(folder))
   scores = scores_of(runs)
   table = compare(scores, _MARGIN.value)

@@ -23,7 +23,7 @@
 # and TPU runtimes; two CPU cores take three minutes.
 #
 # The first cell installs kvjax if it is missing, from the clone that the
-# notebook stands in, or from a wheel beside it. On Colab, upload the wheel.
+# notebook stands in, or from a wheel beside it. On Colab it asks for the wheel.
 
 # %%
 import importlib
@@ -38,11 +38,16 @@ if importlib.util.find_spec("kvjax") is None:
   # From the clone that this notebook stands in, or a wheel beside it.
   here = pathlib.Path.cwd()
   clones = [p for p in (here, *here.parents) if (p / "WORKSPACE.md").exists()]
+  on_colab = "google.colab" in sys.modules
+  wheel = "from `python -m pip wheel --no-deps PATH/TO/CLONE`"
+  if not clones and not [*here.glob("kvjax-*.whl")] and on_colab:
+    print(f"Upload the wheel of kvjax, {wheel}.")
+    importlib.import_module("google.colab.files").upload()  # into this folder
   source = next(iter([*clones, *here.glob("kvjax-*.whl")]), None)
   if source is None:
     raise RuntimeError(
       "kvjax is not installed: run this notebook in a clone of it, or put its "
-      "wheel beside it, from `python -m pip wheel --no-deps PATH/TO/CLONE`."
+      f"wheel beside it, {wheel}."
     )
   # JAX has a build for each kind of device.
   tpu = any(pathlib.Path("/dev").glob("accel[0-9]*"))

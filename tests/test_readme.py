@@ -40,7 +40,7 @@ def test_it_is_short():
   assert len(README.splitlines()) <= 120
   (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
   lines = [line for line in code.splitlines() if line]
-  assert len(lines) == 4
+  assert len(lines) == 5
   assert lines[0] == "import kvjax"
 
 

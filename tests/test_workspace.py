@@ -47,6 +47,17 @@ def fresh(tmp_path):
   return make
 
 
+def test_the_map_is_short_and_its_folders_are_there():
+  lines = (ROOT / "WORKSPACE.md").read_text(encoding="utf-8").splitlines()
+  assert len(lines) <= 60
+  for line in lines:
+    cell = line.split("|")[1] if line.startswith("|") else ""
+    first, *others = re.findall(r"`([\w/.]+)`", cell) or [""]
+    parent = first.partition("/")[0]
+    for path in (first, *(f"{parent}/{name}" for name in others)):
+      assert (ROOT / path).exists(), path
+
+
 @pytest.mark.parametrize("pythons", [{}, {"python3": (3, 11, 9)}])
 @pytest.mark.parametrize("target", ["demo", "test", "lint"])
 def test_a_python_too_old_gets_one_sentence(fresh, target, pythons):

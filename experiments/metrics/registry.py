@@ -1,6 +1,7 @@
 """The metrics by name; each returns shares, 0 to 1, the main one "score"."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from kvjax.experiments.metrics import (
   longbench,
@@ -12,7 +13,20 @@ from kvjax.experiments.metrics import (
 from kvjax.experiments.metrics.libraries import library
 from kvjax.experiments.tasks.sample import Sample
 
-Metric = Callable[[Sample, str], dict[str, float]]
+
+class Said(NamedTuple):
+  """What a model says.
+
+  Attributes:
+    text: its answer.
+    is_cut: whether it has as many tokens as it may have.
+  """
+
+  text: str
+  is_cut: bool = False
+
+
+Metric = Callable[[Sample, Said], dict[str, float]]
 
 # A prediction and one reference.
 _Measure = Callable[[str, str], float]
@@ -34,10 +48,25 @@ def score(
   Raises:
     InputError: the metric needs a library that is not installed; see `check`.
   """
-  scores = METRICS[sample.metric](sample, prediction)
-  if sample.metric == "math":
-    return _of_cut(sample, prediction, is_cut, scores)
-  return scores
+  return METRICS[sample.metric](sample, Said(prediction, is_cut))
+
+
+def register(name: str, metric: Metric, library: str | None = None) -> None:
+  """Adds a metric, as a benchmark with one of its own does.
+
+  Args:
+    name: its name, for `Sample.metric`.
+    metric: computes the scores; an empty answer has 0.
+    library: the module that it needs, of the extra `data`.
+
+  Raises:
+    ValueError: another metric has the name.
+  """
+  if METRICS.get(name, metric) is not metric:
+    raise ValueError(f"There is a metric {name!r} already.")
+  METRICS[name] = metric
+  if library is not None:
+    _LIBRARIES[name] = library
 
 
 def check(metrics: Iterable[str]) -> None:
@@ -51,19 +80,19 @@ def check(metrics: Iterable[str]) -> None:
       library(_LIBRARIES[metric])
 
 
-def _string_match_all(sample: Sample, prediction: str) -> dict[str, float]:
-  return {"score": string_match.string_match_all(prediction, sample.answers)}
+def _string_match_all(sample: Sample, said: Said) -> dict[str, float]:
+  return {"score": string_match.string_match_all(said.text, sample.answers)}
 
 
-def _string_match_part(sample: Sample, prediction: str) -> dict[str, float]:
-  return {"score": string_match.string_match_part(prediction, sample.answers)}
+def _string_match_part(sample: Sample, said: Said) -> dict[str, float]:
+  return {"score": string_match.string_match_part(said.text, sample.answers)}
 
 
 def _longbench(measure: _Measure, official: bool = False) -> Metric:
   """Returns the best score over references; blanks get 0 unless official."""
 
-  def metric(sample: Sample, prediction: str) -> dict[str, float]:
-    text = _scored_text(sample, prediction)
+  def metric(sample: Sample, said: Said) -> dict[str, float]:
+    text = _scored_text(sample, said.text)
     scores = [measure(text, answer) for answer in sample.answers]
     return {"score": max(scores) if official or text.strip() else 0.0}
 
@@ -73,19 +102,19 @@ def _longbench(measure: _Measure, official: bool = False) -> Metric:
 def _named(measure: Callable[[str, str, Sequence[str]], float]) -> Metric:
   """Wraps a measure of predictions that name a class."""
 
-  def metric(sample: Sample, prediction: str) -> dict[str, float]:
+  def metric(sample: Sample, said: Said) -> dict[str, float]:
     classes = sample.metadata["all_classes"]
     best = _longbench(lambda text, answer: measure(text, answer, classes))
-    return best(sample, prediction)
+    return best(sample, said)
 
   return metric
 
 
-def _code(sample: Sample, prediction: str) -> dict[str, float]:
+def _code(sample: Sample, said: Said) -> dict[str, float]:
   """Computes both similarities of fuzzywuzzy, the main one by Levenshtein."""
   names = {"score": longbench.code_sim, "difflib": longbench.code_sim_difflib}
   return {
-    name: _longbench(measure)(sample, prediction)["score"]
+    name: _longbench(measure)(sample, said)["score"]
     for name, measure in names.items()
   }
 
@@ -97,30 +126,33 @@ def _scored_text(sample: Sample, prediction: str) -> str:
   return prediction.lstrip("\n").split("\n")[0]
 
 
-def _needle(sample: Sample, prediction: str) -> dict[str, float]:
+def _needle(sample: Sample, said: Said) -> dict[str, float]:
   """Computes the share of answers found, and ROUGE-1 of the needle."""
-  contained = string_match.string_match_all(prediction, sample.answers)
-  overlap = rouge.rouge_1(prediction, sample.metadata["needle"])
+  contained = string_match.string_match_all(said.text, sample.answers)
+  overlap = rouge.rouge_1(said.text, sample.metadata["needle"])
   return {"score": contained, "rouge_1": overlap}
 
 
-def _passkey(sample: Sample, prediction: str) -> dict[str, float]:
+def _passkey(sample: Sample, said: Said) -> dict[str, float]:
   (key,) = sample.answers
   return {
-    "score": passkey.exact(prediction, key),
-    "partial": passkey.partial(prediction, key),
+    "score": passkey.exact(said.text, key),
+    "partial": passkey.partial(said.text, key),
   }
 
 
-def _math(sample: Sample, prediction: str) -> dict[str, float]:
-  """Computes whether the answer is right, and whether it is boxed."""
+def _math(sample: Sample, said: Said) -> dict[str, float]:
+  """Computes whether the answer is right, boxed, or cut off before it."""
   (answer,) = sample.answers
-  prediction = _own_answer(sample, prediction)
+  prediction = _own_answer(sample, said.text)
   found = math.boxed(prediction)
+  ended = prediction != said.text.lstrip("\n")
+  cut = said.is_cut and not ended and found is None
   return {
-    "score": float(math.is_right(prediction, answer)),
+    "score": 0.0 if cut else float(math.is_right(prediction, answer)),
     "same_text": float(found == answer),
     "boxed": float(found is not None),
+    "cut": float(cut),
   }
 
 
@@ -128,19 +160,6 @@ def _own_answer(sample: Sample, prediction: str) -> str:
   """Leaves out what a model adds after the end of its answer."""
   end = sample.metadata.get("until")
   return prediction if end is None else prediction.lstrip("\n").split(end)[0]
-
-
-def _of_cut(
-  sample: Sample, prediction: str, is_cut: bool, scores: dict[str, float]
-) -> dict[str, float]:
-  """Counts an answer as wrong if it is cut off before it is given."""
-  ended = _own_answer(sample, prediction) != prediction.lstrip("\n")
-  lost = is_cut and not ended and not scores["boxed"]
-  return {
-    **scores,
-    "score": 0.0 if lost else scores["score"],
-    "cut": float(lost),
-  }
 
 
 METRICS: dict[str, Metric] = {

@@ -16,17 +16,8 @@ from kvjax.experiments.run.prompting import Protocol
 from kvjax.options.budgets import Budget
 from kvjax.options.schedules import WHOLE, Schedule
 
-Benchmark = Literal[
-  "longbench",
-  "ruler",
-  "needle",
-  "passkey",
-  "multiturn",
-  "math500",
-  "arithmetic",
-]
-# Of these, samples are the user's files.
-FROM_FILES: Collection[Benchmark] = ("longbench", "math500")
+# Benchmarks whose samples are the user's files.
+FROM_FILES: Collection[str] = ("longbench", "math500")
 
 
 class Way(NamedTuple):
@@ -147,7 +138,7 @@ class Setup:
   """The samples of an experiment, and its schedule.
 
   Attributes:
-    benchmark: see `kvjax.experiments.evaluate`.
+    benchmark: name of one of `kvjax.experiments.benchmarks.registry`.
     tasks: tasks of RULER or datasets of LongBench.
     lengths: tokens of prompt and answer; for LongBench, the maximum prompt
       length, or nothing for no truncation.
@@ -160,7 +151,7 @@ class Setup:
       no lengths.
   """
 
-  benchmark: Benchmark
+  benchmark: str
   tasks: tuple[str, ...]
   lengths: tuple[int, ...]
   samples: int | None

@@ -43,15 +43,7 @@ from kvjax.options.schedules import Schedule
 _LIMIT = 31500
 
 
-_METHODS = {
-  "Full": "full",
-  "H2O": "h2o.keydiff",
-  "TOVA": "tova.keydiff",
-  "Sink": "streaming",
-  "SnapKV": "snapkv.keydiff",
-  "KeyL2Norm": "key_norm",
-  "KeyDiff": "keydiff",
-}
+_METHODS = {"Full": "full", **retained_keys.METHODS}
 # The mean share of LongBench's prompts that the paper's budgets keep.
 _BUDGETS = budgets(
   {

@@ -2,8 +2,8 @@
 
 `tables/` has a file per comparison, with tabs between cells. A line has a
 model, a method, what was measured (an average or a task), and a number for each
-column of the comparison, or "-"; then, where known, the paper's table, and why
-these numbers are misprints or no targets.
+column of the comparison, or "-"; then the paper's table, or "unknown", and
+perhaps why these numbers are misprints or no targets.
 """
 
 import csv
@@ -16,12 +16,15 @@ _MISSING = "-"
 
 
 def places(experiment: str) -> list[str]:
-  """Lists the paper's tables that an experiment's numbers are from."""
+  """Lists the paper's tables that an experiment's numbers are from.
+
+  They are as in the files, also "unknown".
+  """
   found: dict[str, None] = {}
   for path in sorted(_FOLDER.glob(f"{experiment}[._]*")):
     with open(path, encoding="utf-8", newline="") as file:
       for row in csv.DictReader(file, dialect="excel-tab", restval=""):
-        found |= dict.fromkeys(filter(None, [row.get("table", "")]))
+        found[row["table"]] = None
   return list(found)
 
 
@@ -32,7 +35,7 @@ def read(name: str) -> tuple[Targets, ...]:
   with open(_FOLDER / f"{name}.tsv", encoding="utf-8", newline="") as file:
     for row in csv.DictReader(file, dialect="excel-tab", restval=""):
       model, method, measure = map(row.pop, ("model", "method", "measure"))
-      row.pop("table", None)
+      del row["table"]
       doubt = row.pop("doubt", "")
       doubts.setdefault(model, {}).update({method: doubt} if doubt else {})
       numbers.setdefault(model, {}).update(

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 import kvjax
-from kvjax.experiments.benchmarks.multiturn import conversations
+from kvjax.experiments.benchmarks.multiturn import generator
 from kvjax.experiments.metrics.string_match import string_match_all
 from kvjax.experiments.run import answering, prompting
 from kvjax.experiments.run.candidates import FULL, candidates
@@ -144,7 +144,7 @@ def generate_rounds(
   prompts = [
     [
       prompting.Prompt.of_sample(lm.text, sample)
-      for sample in conversations.continued(turns, lm.text)
+      for sample in generator.continued(turns, lm.text)
     ]
     for turns in drawn
   ]

@@ -40,9 +40,6 @@ from kvjax.models.tokenizer import Tokenizer
 # Called with the task and the number of new answers.
 OnAnswers = Callable[[str, int], None]
 
-# Metadata of samples that metrics need.
-_SCORED_BY = ("needle", "all_classes", "words")
-
 
 @dataclasses.dataclass(frozen=True)
 class Work:
@@ -227,9 +224,5 @@ def _answer(context: Context, reply: Reply, tokenizer: Tokenizer) -> Answer:
     answer_tokens=len(reply.tokens),
     decoding_bytes=reply.decoding_bytes,
     scores={name: 100 * share for name, share in scores.items()},
-    scored_by={
-      name: sample.metadata[name]
-      for name in _SCORED_BY
-      if name in sample.metadata
-    },
+    scored_by={name: sample.metadata[name] for name in sample.scored_by},
   )

@@ -90,7 +90,7 @@ class Prompt:
       sample.answer_prefix,
       sample.max_new_tokens,
       sample.chat,
-      sample.answers[0] if sample.metric == "passkey" else None,
+      sample.key,
       sample.thinking,
     )
     return dataclasses.replace(

@@ -73,6 +73,7 @@ def passkey(
     # Samples are averaged by depth, so a random depth is not recorded.
     metadata={"depth": depth, "haystack": "essay"},
     metric="passkey",
+    key=key,
   )[0]
 
 

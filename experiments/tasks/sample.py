@@ -29,7 +29,9 @@ class Sample:
     task: name of the task.
     max_new_tokens: maximum tokens of the answer.
     metadata: facts about the sample: length, depth, turn and so on.
-    metric: the metric, one of `kvjax.experiments.metrics`.
+    metric: the metric, one of `kvjax.experiments.metrics.registry`.
+    scored_by: names of metadata that a scorer reads, recorded with the answer.
+    key: what an answer should begin with, whose first token is scored too.
     chat: whether the prompt has the model's chat template.
     thinking: whether the template's thinking mode is on, if it has one.
     protected: whether no method may evict what is prefilled.
@@ -48,6 +50,8 @@ class Sample:
   max_new_tokens: int
   metadata: Mapping[str, Any]
   metric: str = "string_match_all"
+  scored_by: tuple[str, ...] = ()
+  key: str | None = None
   chat: bool = True
   thinking: bool = False
   protected: bool = False

@@ -195,6 +195,7 @@ def test_the_first_token_of_a_passkey_is_scored(tiny):
     max_new_tokens=5,
     metadata={},
     metric="passkey",
+    key="8712",
   )
   prompt = prompting.Prompt.of_sample(tiny.tokenizer, sample)
   part = Part("passkey", 128)
@@ -207,7 +208,7 @@ def test_the_first_token_of_a_passkey_is_scored(tiny):
     answer = comparison._answer(context, reply, tiny.tokenizer)
     found.append(answer.scores["first_key_token"])
   assert found == [100, 100, 0, 0]
-  other = dataclasses.replace(sample, metric="string_match_all")
+  other = dataclasses.replace(sample, key=None)
   prompt = prompting.Prompt.of_sample(tiny.tokenizer, other)
   assert prompt.key_token is None
 

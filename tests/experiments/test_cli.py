@@ -6,7 +6,7 @@ import types
 import warnings
 
 import pytest
-from absl import app
+from absl import app, flags
 
 from kvjax import InputWarning
 from kvjax.experiments import cli
@@ -86,6 +86,34 @@ def test_a_program_announces_its_time_in_the_words_of_its_help(
   monkeypatch.setattr(sys.modules["__main__"], "__doc__", None)
   cli.announce()
   assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+  ("given", "help_says", "said"),
+  [
+    (["--rounds=9"], "It takes a minute.", "With the default flags: It takes"),
+    (["--output=a"], "It takes a minute.", "It takes a minute.\n"),
+    # This says itself of how much it speaks.
+    (
+      ["--rounds=9"],
+      "Ten rounds take a minute.",
+      "Ten rounds take a minute.\n",
+    ),
+  ],
+  ids=["sizes", "output", "explicit"],
+)
+def test_what_the_default_flags_take_is_said_of_these(
+  monkeypatch, capsys, given, help_says, said
+):
+  values = flags.FlagValues()
+  monkeypatch.setattr(flags, "FLAGS", values)
+  for name in ("rounds", "output"):
+    flags.DEFINE_string(name, "", "Some.", flag_values=values)
+    values.register_key_flag_for_module(sys.argv[0], values[name])
+  values([sys.argv[0], *given])
+  monkeypatch.setattr(sys.modules["__main__"], "__doc__", help_says)
+  cli.announce()
+  assert capsys.readouterr().err.startswith(said)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.experiments.benchmarks.multiturn import conversations
+from kvjax.experiments.benchmarks.multiturn import generator
 from kvjax.experiments.run import answering
 from kvjax.experiments.run.answering import Seconds
 from kvjax.experiments.run.candidates import candidates
@@ -19,7 +19,7 @@ METHOD = "streaming:sinks=2"
 @pytest.fixture(scope="module")
 def talks(tiny):
   """The prompts of two conversations."""
-  drawn = conversations.samples([320], TURNS, 2, 0, tiny.tokenizer, "own")
+  drawn = generator.samples([320], TURNS, 2, 0, tiny.tokenizer, "own")
   prompts = [
     Prompt.of_sample(tiny.tokenizer, sample)
     for sample in drawn[Part("niah_multiturn_own", 320)]

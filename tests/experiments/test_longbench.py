@@ -244,6 +244,8 @@ def test_samples_are_scored_with_official_faults_on_demand(tmp_path):
   strict = reader.strictly_official(drawn)
   (trec,), (news,), (paper,) = strict.values()
   assert paper == drawn[Part("qasper", 3500)][0]
+  assert paper.scored_by == ("words",)
+  assert trec.scored_by == ("words", "all_classes")
   assert (
     dataclasses.replace(news, metric="rouge")
     == (drawn[Part("multi_news", 3500)][0])

@@ -15,7 +15,7 @@ from kvjax.experiments.planning import (
   batches,
   bounds,
   compiling,
-  picture,
+  search_picture,
   searching,
   slices,
   tables,
@@ -335,7 +335,7 @@ def test_a_search_names_the_smallest_slice_and_the_largest_batch(small_slices):
   assert least.prefill <= middle.prefill <= most.prefill
   assert least.decode < middle.decode < most.decode
   assert middle == found.batches
-  figure = picture.draw("toy", {"v5e-4": by_share})
+  figure = search_picture.draw("toy", {"v5e-4": by_share})
   decoded, prefilled = figure.axes[0].lines
   assert [*decoded.get_ydata()] == [least.decode, middle.decode, most.decode]
   assert prefilled.get_ydata()[1] == middle.prefill

@@ -91,6 +91,26 @@ def test_flags_of_the_trials_own_are_refused(refusal, tmp_path, flag):
 
 
 @pytest.mark.slow
+def test_what_they_cost_is_said_before_they_run(
+  run_binary, tiny_directory, tmp_path
+):
+  output = tmp_path / "out"
+  result = run_binary(
+    *("kvjax.experiments.trials", "--trials=3", "--dry_run"),
+    *(f"--output={output}", "--", f"--model={tiny_directory}"),
+    *("--methods=streaming", "--retention=0.5"),
+    *("--benchmark=needle", "--length=128", "--samples=1"),
+  )
+  assert result.returncode == 0, result.stderr
+  cost, *_, said = filter(None, result.stdout.splitlines())
+  # Ten depths; the full cache and half of it.
+  assert cost.startswith("10 contexts of ")
+  assert ", 20 answers to questions" in cost
+  assert said == "This is the first of 3 trials, which cost the same."
+  assert not output.exists()
+
+
+@pytest.mark.slow
 def test_runs_with_other_flags_are_no_further_trials(
   run_binary, tiny_directory, tmp_path
 ):

@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
+import types
 
 import jupytext
 import nbformat
@@ -22,6 +23,8 @@ NOTEBOOKS = pathlib.Path(__file__).parents[2] / "notebooks"
 SCRIPTS = sorted(path.with_suffix(".py") for path in NOTEBOOKS.glob("*.ipynb"))
 SCRIPT = NOTEBOOKS / "quickstart.py"
 TPU_PLAN = NOTEBOOKS / "tpu_plan.py"
+# What a notebook may take on two cores.
+SECONDS = 300
 
 
 def _cells(path):
@@ -60,7 +63,10 @@ def execute(monkeypatch, tmp_path):
     # Beside the Python of the tests.
     command = pathlib.Path(sys.executable).with_name("jupyter-execute")
     done = subprocess.run(
-      [command, "--inplace", copy], capture_output=True, text=True
+      [command, "--inplace", copy],
+      capture_output=True,
+      text=True,
+      timeout=SECONDS,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     written = {path.name for path in tmp_path.iterdir()}
@@ -238,6 +244,40 @@ def test_it_installs_from_a_wheel_beside_it(install, tmp_path, gpu, build):
 
 def test_it_installs_no_package_that_only_has_the_name(install):
   """The name is not taken on the index, where anybody may register it."""
+  with pytest.raises(RuntimeError, match="put its wheel beside it"):
+    install()
+
+
+@pytest.fixture
+def colab(monkeypatch, tmp_path):
+  """Stands for Colab, where somebody uploads these files."""
+  uploaded = []
+
+  def upload():
+    for name in uploaded:
+      (tmp_path / name).touch()
+    return dict.fromkeys(uploaded, b"")
+
+  for name in ("google", "google.colab", "google.colab.files"):
+    monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+  sys.modules["google.colab.files"].upload = upload
+  return uploaded
+
+
+def test_on_colab_it_asks_for_the_wheel(install, colab, tmp_path, capsys):
+  colab.append("kvjax-0.1.0-py3-none-any.whl")
+  assert install()[-1] == str(tmp_path / colab[0])
+  assert capsys.readouterr().out.startswith("Upload the wheel of kvjax, from")
+  # Once it is there, it does not ask again.
+  (name,) = colab
+  colab.clear()
+  assert install()[-1] == str(tmp_path / name)
+  assert not capsys.readouterr().out
+
+
+@pytest.mark.parametrize("others", [[], ["notes.txt"]], ids=["none", "other"])
+def test_on_colab_too_it_says_so_if_there_is_no_wheel(install, colab, others):
+  colab.extend(others)
   with pytest.raises(RuntimeError, match="put its wheel beside it"):
     install()
 

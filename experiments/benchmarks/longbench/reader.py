@@ -193,8 +193,10 @@ def _sample(name: str, row: Row, limit: int, tokenizer: Tokenizer) -> Sample:
     "words": row.fields.get("length"),
     "first_line": data_set.first_line,
   }
+  scored_by: tuple[str, ...] = ("words",)
   if data_set.metric == "classification":
     metadata["all_classes"] = row.texts("all_classes")
+    scored_by += ("all_classes",)
   return Sample(
     *prompt,
     answers=row.texts("answers"),
@@ -202,5 +204,6 @@ def _sample(name: str, row: Row, limit: int, tokenizer: Tokenizer) -> Sample:
     max_new_tokens=budget,
     metadata=metadata,
     metric=data_set.metric,
+    scored_by=scored_by,
     chat=kvpress or not data_set.examples,
   )

@@ -4,7 +4,7 @@ from typing import cast, override
 
 from kvjax.errors import InputError
 from kvjax.experiments.benchmarks.base import Benchmark, Drawn, Request
-from kvjax.experiments.benchmarks.multiturn import conversations
+from kvjax.experiments.benchmarks.multiturn import generator
 from kvjax.experiments.benchmarks.options import Option
 from kvjax.experiments.run.prompting import (
   FIRST_QUERY_AWARE,
@@ -14,7 +14,7 @@ from kvjax.experiments.run.prompting import (
 from kvjax.models.pretrained import Pretrained
 
 _SAMPLES = 10
-_SHARED: conversations.History = "shared"
+_SHARED: generator.History = "shared"
 _TURNS = Option(
   "turns", 8, "Questions per conversation.", lowest=1, highest=1000
 )
@@ -25,7 +25,7 @@ HISTORY = Option(
   "only; conversation: also the earlier questions and their correct answers; "
   "own: the cache with the earlier questions and the model's own answers, "
   "which --every compresses again in every turn, after question and answer.",
-  choices=conversations.HISTORIES,
+  choices=generator.HISTORIES,
 )
 
 
@@ -39,13 +39,13 @@ class Multiturn(Benchmark):
   @override
   def draw(self, lm: Pretrained, request: Request) -> Drawn:
     texts = request.texts()
-    samples = conversations.samples(
+    samples = generator.samples(
       self.lengths_of(request),
       request.value(_TURNS),
       request.samples or _SAMPLES,
       request.seed,
       lm.text,
-      cast(conversations.History, request.value(HISTORY)),
+      cast(generator.History, request.value(HISTORY)),
       request.on_draw,
       first_known=request.protocol == FIRST_QUERY_AWARE,
       essay=texts.essay,

@@ -9,7 +9,7 @@ the passkey, whose paper counts words: see `passkey.length_of_words`.
 import dataclasses
 import random
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, override
+from typing import Any, ClassVar, NamedTuple, override
 
 from kvjax.experiments.benchmarks.base import (
   Benchmark,
@@ -31,6 +31,40 @@ PASSKEY = "passkey"
 SAMPLES = 3
 
 _Draw = Callable[[random.Random, int, float], Sample]
+
+
+class Grid(NamedTuple):
+  """What samples of every length and depth have in common.
+
+  Attributes:
+    lengths: maximum tokens of prompt and answer.
+    depths: positions of the needle from 0, the start, to 1, the end.
+    samples: samples per length and depth.
+    seed: seed of all samples.
+    count: counts the tokens of a text.
+    on_draw: called for every sample.
+    essay: the prose around the needle.
+  """
+
+  lengths: Sequence[int]
+  depths: Sequence[float]
+  samples: int
+  seed: int
+  count: Callable[[str], int]
+  on_draw: OnDraw = ignore
+  essay: prose.Essay = "heldout"
+
+  def draw(self, task: str, one: _Draw) -> dict[Part, list[Sample]]:
+    """Draws the samples of a task, of which `one` draws each."""
+    grid: dict[Part, list[Sample]] = {}
+    for length in self.lengths:
+      drawn = grid[Part(task, length)] = []
+      for depth in self.depths:
+        for number in range(self.samples):
+          rng = random.Random(f"{self.seed} {task} {depth} {number}")
+          drawn.append(one(rng, length, depth))
+          self.on_draw(task, 1)
+    return grid
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,16 +110,17 @@ class _Grid(Benchmark):
     samples = request.samples or SAMPLES
     return len(self.lengths_of(request)) * request.value(DEPTHS) * samples
 
-  def cells(self, lm: Pretrained, request: Request) -> dict[str, Any]:
-    """The arguments of `needle_samples` that passkeys have, too."""
-    return {
-      "lengths": self.lengths_of(request),
-      "depths": even_depths(request.value(DEPTHS)),
-      "samples": request.samples or SAMPLES,
-      "seed": request.seed,
-      "count": lm.text.count,
-      "on_draw": request.on_draw,
-    }
+  def grid(self, lm: Pretrained, request: Request, essay: prose.Essay) -> Grid:
+    """What is asked for, in this prose."""
+    return Grid(
+      self.lengths_of(request),
+      even_depths(request.value(DEPTHS)),
+      request.samples or SAMPLES,
+      request.seed,
+      lm.text.count,
+      request.on_draw,
+      essay,
+    )
 
 
 class Needle(_Grid):
@@ -99,9 +134,8 @@ class Needle(_Grid):
   @override
   def draw(self, lm: Pretrained, request: Request) -> Drawn:
     texts = request.texts()
-    samples = needle_samples(
-      **self.cells(lm, request), essay=texts.essay, words=texts.key_words
-    )
+    grid = self.grid(lm, request, texts.essay)
+    samples = needle_samples(grid, texts.key_words)
     return Drawn(samples, texts.needle_origins)
 
 
@@ -116,7 +150,7 @@ class Passkey(_Grid):
   @override
   def draw(self, lm: Pretrained, request: Request) -> Drawn:
     texts = request.texts()
-    samples = passkey_samples(**self.cells(lm, request), essay=texts.essay)
+    samples = passkey_samples(self.grid(lm, request, texts.essay))
     return Drawn(samples, texts.needle_origins).with_chat(request)
 
 
@@ -126,27 +160,13 @@ def even_depths(count: int) -> list[float]:
 
 
 def needle_samples(
-  lengths: Sequence[int],
-  depths: Sequence[float],
-  samples: int,
-  seed: int,
-  count: Callable[[str], int],
-  on_draw: OnDraw = ignore,
-  *,
-  essay: prose.Essay = "heldout",
-  words: KeyWords = BUILT_IN,
+  grid: Grid, words: KeyWords = BUILT_IN
 ) -> dict[Part, list[Sample]]:
   """Draws samples of a number hidden in prose, by length and depth.
 
   Args:
-    lengths: maximum tokens of prompt and answer.
-    depths: positions of the needle from 0, the start, to 1, the end.
-    samples: samples per length and depth.
-    seed: seed of all samples.
-    count: counts the tokens of a text.
-    on_draw: called for every sample.
-    essay: the prose around the needle.
-    words: the words of its key.
+    grid: lengths, depths and prose.
+    words: the words of the number's key.
 
   Raises:
     InputError: a length is too short.
@@ -154,53 +174,28 @@ def needle_samples(
   task = dataclasses.replace(NEEDLE, words=words)
 
   def draw(rng: random.Random, length: int, depth: float) -> Sample:
-    sample = niah.sample(task, rng, length, count, essay=essay, depths=[depth])
+    sample = niah.sample(
+      task, rng, length, grid.count, essay=grid.essay, depths=[depth]
+    )
     (key,) = sample.metadata["keys"]
     needle = niah.NEEDLE.format(
       kind=NEEDLE.values, key=key, value=sample.answers[0]
     )
     about = {**sample.metadata, "depth": depth, "needle": needle}
-    return dataclasses.replace(sample, metric="needle", metadata=about)
+    return dataclasses.replace(
+      sample, metric="needle", metadata=about, scored_by=("needle",)
+    )
 
-  return _grid(NEEDLE.name, draw, lengths, depths, samples, seed, on_draw)
+  return grid.draw(NEEDLE.name, draw)
 
 
-def passkey_samples(
-  lengths: Sequence[int],
-  depths: Sequence[float],
-  samples: int,
-  seed: int,
-  count: Callable[[str], int],
-  on_draw: OnDraw = ignore,
-  *,
-  essay: prose.Essay = "heldout",
-) -> dict[Part, list[Sample]]:
+def passkey_samples(grid: Grid) -> dict[Part, list[Sample]]:
   """Draws samples of 64 digits hidden in prose; see `needle_samples`."""
 
   def draw(rng: random.Random, length: int, depth: float) -> Sample:
     sample = passkey.passkey(
-      rng, length, count, essay=essay, depth=depth, official=True
+      rng, length, grid.count, essay=grid.essay, depth=depth, official=True
     )
     return dataclasses.replace(sample, chat=False)
 
-  return _grid(PASSKEY, draw, lengths, depths, samples, seed, on_draw)
-
-
-def _grid(
-  task: str,
-  draw: _Draw,
-  lengths: Sequence[int],
-  depths: Sequence[float],
-  samples: int,
-  seed: int,
-  on_draw: OnDraw,
-) -> dict[Part, list[Sample]]:
-  grid: dict[Part, list[Sample]] = {}
-  for length in lengths:
-    drawn = grid[Part(task, length)] = []
-    for depth in depths:
-      for number in range(samples):
-        rng = random.Random(f"{seed} {task} {depth} {number}")
-        drawn.append(draw(rng, length, depth))
-        on_draw(task, 1)
-  return grid
+  return grid.draw(PASSKEY, draw)

@@ -7,7 +7,7 @@ import kvjax
 from kvjax.activations import Activations
 from kvjax.cache.layers import LayerCache
 from kvjax.engine.forward import attend_to_prompt
-from kvjax.experiments.papers.analyses.timing import (
+from kvjax.experiments.papers.analyses.scorer_timing import (
   Scorer,
   scorer_of,
   seconds_of,

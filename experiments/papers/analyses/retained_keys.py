@@ -24,7 +24,7 @@ from kvjax.experiments.report.formats import Table
 from kvjax.experiments.report.lines import styled
 from kvjax.experiments.run.progress_bar import track
 
-_METHODS = {
+METHODS = {
   "H2O": "h2o.keydiff",
   "TOVA": "tova.keydiff",
   "Sink": "streaming",
@@ -156,7 +156,7 @@ def _retained(
     name: _keys(
       subject, row, kvjax.get_plan(method, kvjax.Tokens(budget), schedule)
     )
-    for name, method in _METHODS.items()
+    for name, method in METHODS.items()
   }
 
 

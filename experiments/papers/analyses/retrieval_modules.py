@@ -21,7 +21,7 @@ from kvjax.cache.retrieve import (
 )
 from kvjax.cache.rows import Rows
 from kvjax.cache.sparse import SparseLayer
-from kvjax.experiments.papers.analyses import timing
+from kvjax.experiments.papers.analyses import scorer_timing
 from kvjax.experiments.papers.findings import Findings, Subject
 from kvjax.experiments.report import wording
 from kvjax.experiments.report.formats import Table
@@ -104,7 +104,7 @@ def measure(subject: Subject) -> Findings:
     modules = modules_of(token_of(layer))
     columns.append(
       {
-        name: timing.median_seconds(run, _ROUNDS)
+        name: scorer_timing.median_seconds(run, _ROUNDS)
         for name, run in track([*modules.items()])
       }
     )

@@ -8,7 +8,7 @@ import kvjax
 from kvjax import clustering as proto
 from kvjax.activations import Activations
 from kvjax.cache.layers import LayerCache
-from kvjax.experiments.papers.analyses.timing import (
+from kvjax.experiments.papers.analyses.scorer_timing import (
   Scorer,
   scorer_of,
   seconds_of,

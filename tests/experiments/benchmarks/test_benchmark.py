@@ -1,74 +1,55 @@
-"""A benchmark is one class and one line: a toy one runs as the others do."""
+"""A benchmark is one folder and one line: a toy one runs as the others do."""
 
 import json
+import os
 import pathlib
 import subprocess
 import sys
 import textwrap
 
+import colors
 import pytest
+from colors.metric import hue
 
 from kvjax.experiments.benchmarks import registry
 from kvjax.experiments.benchmarks.base import Presentation, Request
 from kvjax.experiments.benchmarks.options import DEPTHS
+from kvjax.experiments.metrics import registry as metrics
+from kvjax.experiments.tasks.sample import Sample
 
+# The line, and what starts `kvjax evaluate`.
 _PROGRAM = textwrap.dedent("""\
+  from colors.definition import Colors
   from kvjax.experiments.benchmarks import registry
-  from kvjax.experiments.benchmarks.base import Benchmark, Drawn, Presentation
-  from kvjax.experiments.benchmarks.options import Option
-  from kvjax.experiments.metrics.registry import METRICS
-  from kvjax.experiments.run.results import Part
-  from kvjax.experiments.tasks.sample import Sample
 
-  SHADE = Option("shade", "dark", "Its shade.", choices=("dark", "pale"))
-
-  class Colors(Benchmark):
-    name = "colors"
-    options = (SHADE,)
-    lengths = (64,)
-    presentation = Presentation(score="hue", scored="colors named")
-
-    def total(self, request):
-      return request.samples
-
-    def draw(self, lm, request):
-      shade = request.value(SHADE)
-      drawn = []
-      for number in range(request.samples):
-        drawn.append(Sample(
-          context=f"The door is of a {shade} red. " * (number + 4),
-          question="What is the color of the door?",
-          answer_prefix="", answers=("red",), task="door", max_new_tokens=2,
-          metadata={}, metric="hue",
-        ))
-        request.on_draw("door", 1)
-      (length,) = self.lengths_of(request)
-      return Drawn({Part("door", length): drawn}, {"shade": shade})
-
-  METRICS["hue"] = lambda sample, text: {"score": float("red" in text)}
   registry.BENCHMARKS[Colors.name] = Colors()
 
   from kvjax.experiments import cli, evaluate
   cli.run(evaluate.main)
 """)
+SUPPORT = pathlib.Path(colors.__file__).parents[1]
 
 
 @pytest.fixture
-def colors(tmp_path, tiny_directory):
-  program = tmp_path / "colors.py"
+def evaluate(tmp_path, tiny_directory):
+  program = tmp_path / "program.py"
   program.write_text(_PROGRAM)
 
   def run(*arguments):
     command = [sys.executable, str(program), f"--model={tiny_directory}"]
     command += ["--methods=streaming:sinks=2", "--retention=1,0.5"]
     command += [f"--output={tmp_path / 'out'}", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+    paths = [str(SUPPORT), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    return subprocess.run(
+      command, capture_output=True, text=True, check=False, env=environment
+    )
 
   return run
 
 
-def test_a_benchmark_of_ones_own_runs_as_the_others_do(colors, tmp_path):
-  done = colors("--benchmark=colors", "--shade=pale", "--samples=2")
+def test_a_benchmark_of_ones_own_runs_as_the_others_do(evaluate, tmp_path):
+  done = evaluate("--benchmark=colors", "--shade=pale", "--samples=2")
   assert done.returncode == 0, done.stderr
   (folder,) = pathlib.Path(tmp_path / "out").iterdir()
   assert folder.name.startswith("colors__tiny__query-agnostic")
@@ -77,11 +58,35 @@ def test_a_benchmark_of_ones_own_runs_as_the_others_do(colors, tmp_path):
   assert {answer["task"] for answer in answers} == {"door"}
   assert {answer["data"]["shade"] for answer in answers} == {"pale"}
   assert len(answers) == 4
+  for answer in answers:
+    assert answer["scores"].keys() == {"score", "shade", "first_key_token"}
+    assert answer["scored_by"] == {"shade": "pale"}
   assert "hue" in (folder / "report.md").read_text()
 
-  done = colors("--shade=pale", "--samples=2")
+  done = evaluate("--shade=pale", "--samples=2")
   assert done.returncode == 2
   assert "--shade belongs to --benchmark=colors, not to ruler." in done.stderr
+
+
+@pytest.fixture
+def with_hue(monkeypatch):
+  """Leaves the registry to other tests as it was."""
+  monkeypatch.setattr(metrics, "METRICS", {**metrics.METRICS})
+  metrics.register("hue", hue)
+
+
+def test_a_metric_of_ones_own_scores_as_the_others_do(with_hue):
+  metadata = {"shade": "pale"}
+  sample = Sample("", "", "", ("red",), "door", 4, metadata, metric="hue")
+  said = "a pale red"
+  assert metrics.score(sample, said) == {"score": 1, "shade": 1}
+  assert metrics.score(sample, said, is_cut=True) == {"score": 0, "shade": 0}
+
+
+def test_a_metric_does_not_replace_another(with_hue):
+  metrics.register("hue", hue)
+  with pytest.raises(ValueError, match="a metric 'hue' already"):
+    metrics.register("hue", lambda sample, said: {"score": 1.0})
 
 
 @pytest.mark.parametrize("name", registry.BENCHMARKS)

@@ -13,7 +13,7 @@ from fetching import skipped_without_network
 from kvjax import user_cache
 from kvjax.errors import InputError
 from kvjax.experiments.benchmarks import essays, repetition
-from kvjax.experiments.benchmarks.multiturn import conversations
+from kvjax.experiments.benchmarks.multiturn import generator
 from kvjax.experiments.benchmarks.needle import definition as needle
 from kvjax.experiments.run.results import Part
 from kvjax.experiments.tasks import niah, prose
@@ -91,11 +91,16 @@ def test_the_king_james_bible_fills_long_haystacks_without_repetition():
   assert not re.search(r"[\d\[\]\\]|  ", text)
   assert repetition.distinct_share([text]) > 0.95
   length = 27_000
-  drawn = needle.needle_samples([length], [0.5], 3, 0, count, essay=sentences)
+  grid = needle.Grid([length], [0.5], 3, 0, count)
+  drawn = needle.needle_samples(grid._replace(essay=sentences))
   found = repetition.of(drawn)
   assert not found.notes
-  built_in = repetition.of(needle.needle_samples([length], [0.5], 3, 0, count))
+  built_in = repetition.of(needle.needle_samples(grid))
   assert len(built_in.notes) == 1
+
+
+def grid_of(length, essay):
+  return needle.Grid([length], [0.5], 1, 0, count, essay=essay)
 
 
 def in_prose(draw, length, essay):
@@ -104,7 +109,7 @@ def in_prose(draw, length, essay):
 
 
 def a_conversation(tokenizer):
-  return lambda length, essay: conversations.samples(
+  return lambda length, essay: generator.samples(
     [length], 3, 1, 0, tokenizer, "shared", essay=essay
   )
 
@@ -112,12 +117,8 @@ def a_conversation(tokenizer):
 @pytest.mark.parametrize("benchmark", ["needle", "passkey", "multiturn"])
 def test_every_benchmark_hides_its_needles_in_the_given_prose(benchmark, tiny):
   draw = {
-    "needle": lambda length, essay: needle.needle_samples(
-      [length], [0.5], 1, 0, count, essay=essay
-    ),
-    "passkey": lambda length, essay: needle.passkey_samples(
-      [length], [0.5], 1, 0, count, essay=essay
-    ),
+    "needle": lambda *asked: needle.needle_samples(grid_of(*asked)),
+    "passkey": lambda *asked: needle.passkey_samples(grid_of(*asked)),
     "multiturn": a_conversation(tiny.tokenizer),
   }[benchmark]
   sample = in_prose(draw, 1500, SENTENCES)[0]
@@ -132,9 +133,8 @@ def test_every_benchmark_hides_its_needles_in_the_given_prose(benchmark, tiny):
 @pytest.mark.parametrize("task", ["needle", "passkey"])
 def test_the_share_of_distinct_sentences_is_what_a_set_counts(task):
   draw = {"needle": needle.needle_samples, "passkey": needle.passkey_samples}
-  found = repetition.of(
-    draw[task]([400, 4000], [0.5], 1, 0, count, essay=SENTENCES[:100])
-  )
+  grid = grid_of(400, SENTENCES[:100])._replace(lengths=[400, 4000])
+  found = repetition.of(draw[task](grid))
   # 600 words fill the prose once.
   assert [note.split()[1] for note in found.notes] == ["4000"]
   (described,) = found.about.values()

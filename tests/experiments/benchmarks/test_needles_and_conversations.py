@@ -6,7 +6,7 @@ import re
 import pytest
 
 from kvjax import models
-from kvjax.experiments.benchmarks.multiturn import conversations
+from kvjax.experiments.benchmarks.multiturn import generator
 from kvjax.experiments.benchmarks.needle import definition as needle
 from kvjax.experiments.metrics import registry
 from kvjax.experiments.reference import vocabulary
@@ -36,11 +36,11 @@ def tokens(sample):
 
 
 def grid(task, seed=0, lengths=LENGTHS, depths=DEPTHS, samples=2):
-  return DRAW[task](lengths, depths, samples, seed, count)
+  return DRAW[task](needle.Grid(lengths, depths, samples, seed, count))
 
 
 def drawn_talks(history, seed=0, first_known=False):
-  return conversations.samples(
+  return generator.samples(
     LENGTHS, 5, 2, seed, TOKENIZER, history, first_known=first_known
   )
 
@@ -102,6 +102,16 @@ def test_a_cell_is_the_same_in_every_grid(task):
   assert grid(task, seed=4)[Part(task, 640)] != whole[Part(task, 640)]
 
 
+def test_what_scorers_read_is_recorded():
+  for part in grid("passkey").values():
+    assert all(sample.answers == (sample.key,) for sample in part)
+  for part in grid("needle").values():
+    assert {(sample.scored_by, sample.key) for sample in part} == {
+      (("needle",), None)
+    }
+    assert all(s.answers[0] in s.metadata["needle"] for s in part)
+
+
 def test_a_passkey_is_asked_for_without_the_chat_template():
   assert not any(s.chat for part in grid("passkey").values() for s in part)
   assert all(s.chat for part in grid("needle").values() for s in part)
@@ -132,7 +142,7 @@ def test_even_depths_go_from_end_to_end():
   assert needle.even_depths(1) == [0]
 
 
-@pytest.mark.parametrize("history", conversations.HISTORIES)
+@pytest.mark.parametrize("history", generator.HISTORIES)
 def test_every_turn_of_a_conversation_asks_for_another_needle(history):
   found = talks(history)
   task = f"niah_multiturn_{history}"
@@ -218,13 +228,14 @@ def test_a_first_question_that_is_known_is_prefilled_and_asked_once(history):
 def test_keys_are_of_the_words_that_are_given():
   words = KeyWords(("ad hoc", "teeny-tiny"), ("zeppelin", "x-ray"))
   part = Part("needle", 640)
-  found = needle.needle_samples([640], DEPTHS, 8, 0, count, words=words)[part]
+  asked = needle.Grid([640], DEPTHS, 8, 0, count)
+  found = needle.needle_samples(asked, words)[part]
   pairs = {f"{first}-{second}" for first in words[0] for second in words[1]}
   assert {key for s in found for key in s.metadata["keys"]} == pairs
   for sample in found:
     (key,) = sample.metadata["keys"]
     assert f"for {key} is: {sample.answers[0]}." in sample.context
-  (turns,) = conversations.samples(
+  (turns,) = generator.samples(
     [640], 4, 1, 0, TOKENIZER, "shared", words=words
   ).values()
   assert {key for s in turns for key in s.metadata["keys"]} == pairs

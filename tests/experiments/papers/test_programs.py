@@ -6,7 +6,7 @@ import re
 import pytest
 import rich.console
 
-from kvjax.experiments.papers import programs, report
+from kvjax.experiments.papers import execution, programs
 from kvjax.experiments.papers.data_model import Experiment, Program
 from kvjax.experiments.papers.registry import EXPERIMENTS
 
@@ -47,7 +47,7 @@ def test_the_users_flags_are_passed_on_under_their_names_there(
   lines = called(monkeypatch, [0, 0])
   console = rich.console.Console(width=200, record=True)
   given = {"model": "dir", "essay": "a.txt", "data": "b.zip", "seed": "3"}
-  report.call(OWN, "dir", given, tmp_path, console)
+  execution.call(OWN, "dir", given, tmp_path, console)
   first = [f"--output={tmp_path}/first", f"--x={tmp_path}/y", "--model=dir"]
   second = [f"--output={tmp_path}/second", "--data=b.zip"]
   assert lines == [
@@ -63,7 +63,7 @@ def test_the_users_flags_are_passed_on_under_their_names_there(
 def test_what_needs_a_flag_or_its_absence_is_left_out(tmp_path, monkeypatch):
   lines = called(monkeypatch, [0, 0])
   quiet = rich.console.Console(quiet=True)
-  report.call(OWN, "ref", {}, tmp_path, quiet)
+  execution.call(OWN, "ref", {}, tmp_path, quiet)
   modules = [line[0] for line in lines]
   assert modules == ["kvjax.experiments.nowhere", "kvjax.experiments.wherever"]
   assert (
@@ -154,7 +154,7 @@ def test_documents_are_reports_otherwise(tmp_path):
 def test_a_program_that_fails_ends_it_all(tmp_path, monkeypatch):
   lines = called(monkeypatch, [5, 0])
   with pytest.raises(SystemExit, match="5"):
-    report.call(
+    execution.call(
       OWN, "ref", {"data": "x"}, tmp_path, rich.console.Console(quiet=True)
     )
   assert len(lines) == 1

@@ -7,7 +7,7 @@ import pytest
 
 from kvjax.cache.layers import LayerCache
 from kvjax.cache.sparse import SparseLayer
-from kvjax.experiments.papers.analyses import retrieval_modules, timing
+from kvjax.experiments.papers.analyses import retrieval_modules, scorer_timing
 from kvjax.experiments.papers.findings import Subject
 from kvjax.kernels.attention import merge
 from kvjax.registry.names import get_retrieval
@@ -60,7 +60,7 @@ def test_every_module_has_a_time(tiny, monkeypatch):
     timed.append(jax.block_until_ready(run()))
     return 0.5
 
-  monkeypatch.setattr(timing, "median_seconds", once)
+  monkeypatch.setattr(scorer_timing, "median_seconds", once)
   subject = Subject(tiny, {}, (256,), "small", 0)
   (table,) = retrieval_modules.measure(subject).tables
   layers = len(tiny.model.geometry.layers)

@@ -11,7 +11,7 @@ import kvjax
 from kvjax.errors import InputError
 from kvjax.experiments.benchmarks.ruler import generator
 from kvjax.experiments.inputs import run_inputs
-from kvjax.experiments.papers import programs, report, running
+from kvjax.experiments.papers import execution, programs, running
 from kvjax.experiments.papers.analyses import prompt_lengths
 from kvjax.experiments.papers.data_model import Analysis, Experiment, Key, Setup
 from kvjax.experiments.papers.registry import EXPERIMENTS
@@ -52,7 +52,7 @@ def test_an_experiment_runs_and_tells_what_it_is_not(
     remarks=("Nobody knows.",),
   )
   console = rich.console.Console(width=120, record=True)
-  report.foresee(own, session, tmp_path, console)
+  execution.foresee(own, session, tmp_path, console)
   assert not list(tmp_path.iterdir())
   # Before it measures.
   assert capsys.readouterr().err.startswith("2 contexts of")
@@ -61,7 +61,7 @@ def test_an_experiment_runs_and_tells_what_it_is_not(
   assert "4 answers to questions of" in foreseen
   assert "Nothing was written. lengths: 2 prompts of" in foreseen
 
-  report.run(own, session, tmp_path, console)
+  execution.run(own, session, tmp_path, console)
   lines = (tmp_path / "invented_ruler" / "samples.jsonl").read_text()
   answers = [json.loads(line) for line in lines.splitlines()]
   # Two caches (full, ours) of two samples.
@@ -342,7 +342,7 @@ def test_answers_of_mathematics_are_compared_with_the_papers(
 
 def test_what_cannot_be_run_says_why():
   console = rich.console.Console(width=120, record=True)
-  report.refuse(
+  execution.refuse(
     experiment(why_not="It is secret.", claims=("All is well.",)), console
   )
   text = console.export_text()
@@ -350,7 +350,7 @@ def test_what_cannot_be_run_says_why():
   assert "The paper: All is well." in text
 
 
-@pytest.mark.parametrize("run", [report.run, report.foresee])
+@pytest.mark.parametrize("run", [execution.run, execution.foresee])
 def test_without_a_stand_in_a_part_is_left_out(
   session, invented, tmp_path, run
 ):
@@ -365,7 +365,7 @@ def test_a_dry_run_says_which_programs_would_run(tmp_path, monkeypatch):
     programs.children, "run", lambda *arguments: pytest.fail("it ran")
   )
   console = rich.console.Console(width=200, record=True)
-  report.foresee_call(EXPERIMENTS["E3.5"], {}, tmp_path, console)
+  execution.foresee_call(EXPERIMENTS["E3.5"], {}, tmp_path, console)
   text = " ".join(console.export_text().split())
   assert "about 5 minutes on two cores" in text
   assert "It would run python -m kvjax.experiments.calibrate" in text

@@ -2,11 +2,13 @@
 
 import json
 import pathlib
+import re
 
 import pytest
 
 import kvjax
 from kvjax.experiments.benchmarks.longbench import sets
+from kvjax.experiments.benchmarks.registry import BENCHMARKS
 from kvjax.experiments.benchmarks.ruler import generator
 from kvjax.experiments.papers import printed, registry, running
 from kvjax.experiments.papers.data_model import Comparison
@@ -47,6 +49,7 @@ def test_methods_tasks_and_budgets_exist_at_both_scales(name):
     if setup is None:
       continue
     assert set(setup.tasks) <= TASKS
+    assert setup.benchmark in BENCHMARKS
     cells = running.cells_of(part, scale, setup)
     columns = [column for column in part.columns if column.at(scale)]
     lines = [line for line in part.lines if line.at(scale)]
@@ -198,3 +201,9 @@ def test_ablations_sketch_to_half_the_dimensions_of_a_head(scale):
   ]
   assert len(sketched) == 8
   assert {*sketched} == {dimensions // 2}
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_the_tables_of_all_numbers_are_named_or_unknown(name):
+  for place in printed.places(name):
+    assert re.fullmatch(r"Table \d+|unknown", place)

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from kvjax.errors import InputError
-from kvjax.experiments.peers import timing as peers_timing
+from kvjax.experiments.peers import turns
 from kvjax.experiments.report import benchmark_tables, formats, page_parts
 from kvjax.experiments.report.formats import Table
 from kvjax.experiments.timing import (
@@ -49,10 +49,10 @@ COLUMNS = {
   "compile": of_depths(4, 32),
   "compile_sweep": of_depths(30),
   "sweep": sweep_timing.HEADING,
-  "peers_leaderboard": ("leaderboard", *peers_timing.HEADING),
-  "peers_prefill": ("prefill", *peers_timing.HEADING),
-  "peers_prefill_5000": ("prefill", *peers_timing.HEADING),
-  "peers_decode": ("decode", *peers_timing.HEADING),
+  "peers_leaderboard": ("leaderboard", *turns.HEADING),
+  "peers_prefill": ("prefill", *turns.HEADING),
+  "peers_prefill_5000": ("prefill", *turns.HEADING),
+  "peers_decode": ("decode", *turns.HEADING),
 }
 PAGES = {
   name: (ROOT / "docs" / page).read_text(encoding="utf-8")

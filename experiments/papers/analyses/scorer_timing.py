@@ -1,4 +1,4 @@
-"""Timing helpers."""
+"""Times the scores of methods."""
 
 import statistics
 from collections.abc import Callable

@@ -1,0 +1,1 @@
+"""A toy benchmark: a folder with a metric of its own."""
