@@ -35,16 +35,19 @@ demo: $(READY)
 	@$(BIN)/python -m kvjax.experiments.compare $(ARGS)
 
 # LENGTHS=1024 for one length. An interrupted run goes on where it stopped.
+# Another model, as in ARGS=--model=DIR, needs a folder of its own:
+# OUTPUT=results/another.
 LENGTHS := 1024 2048 4096
+OUTPUT := results/leaderboard
 leaderboard: $(READY)
 	@for length in $(LENGTHS); do \
 	  $(BIN)/python -m kvjax.experiments.compare --length=$$length \
-	    --samples=24 --retention=0.75,0.5,0.25,0.1,0.0625,0.03125 \
+	    --samples=24 --retention=0.75,0.5,0.25,0.1,0.0625,0.05,0.03125 \
 	    --timed_rounds=1 \
-	    --output=results/leaderboard/$$length $(ARGS) || exit; \
+	    --output='$(OUTPUT)'/$$length $(ARGS) || exit; \
 	done
-	@$(BIN)/python -m kvjax.experiments.leaderboard results/leaderboard \
-	  --output=results/leaderboard
+	@$(BIN)/python -m kvjax.experiments.leaderboard '$(OUTPUT)' \
+	  --output='$(OUTPUT)'
 
 test: $(READY)
 	@$(BIN)/python -m pytest -n 2 $(ARGS)

@@ -1,5 +1,6 @@
 """A layer of a replay: attention to a prompt's full cache, and its scores."""
 
+import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -123,14 +124,19 @@ class Pass(NamedTuple):
   hows: tuple[How, ...]
 
   def run(self, hidden: Float[Array, "B R E"]) -> list[Scores]:
-    """Runs all layers, and scores the chunk in each."""
-    scores = []
+    """Scores the chunk in every layer, and runs those that this takes."""
+    scores: list[Scores] = [()] * len(self.hows)
     kept = needs_states_again((hidden, self.stacks))
     run = _replay_layer if kept else _replay_layer_once
-    for layer, how in enumerate(self.hows):
+    scored = (n for n, how in enumerate(self.hows) if how.spec.compressible)
+    last = max(scored, default=-1)
+    for layer, how in enumerate(self.hows[: last + 1]):
       given = self.given(layer)
-      hidden, found = run(hidden, given, model=self.model, how=how)
-      scores.append(found)
+      if layer < last:
+        hidden, scores[layer] = run(hidden, given, model=self.model, how=how)
+      else:
+        # Nothing reads the hidden states after it.
+        scores[layer] = _score_layer(hidden, given, model=self.model, how=how)
     return scores
 
   def given(self, layer: int) -> Given:
@@ -166,7 +172,8 @@ def replay_layer(
   def read(seen: Activations) -> tuple[Float[Array, "B N R Dv"], Any]:
     assert prompt is not None
     found = attend(seen, prompt, chunk, how)
-    return found.whole.output, score(seen, prompt, chunk, how, found)
+    scores = score(seen, prompt, chunk, how, found, residual=hidden)
+    return found.whole.output, scores
 
   hidden, scores = run_block(
     model, given.weights, how.spec, hidden, given.shared, given.positions, read
@@ -179,6 +186,14 @@ _replay_layer = jax.jit(replay_layer, static_argnames=("model", "how"))
 _replay_layer_once = jax.jit(
   replay_layer, static_argnames=("model", "how"), donate_argnames=("hidden",)
 )
+
+
+@functools.partial(jax.jit, static_argnames=("model", "how"))
+def _score_layer(
+  hidden: Float[Array, "B R E"], given: Given, *, model: Model, how: How
+) -> Scores:
+  """The scores of `replay_layer`, without what only hidden states depend on."""
+  return replay_layer(hidden, given, model=model, how=how)[1]
 
 
 def attend(
@@ -228,6 +243,7 @@ def score(
   how: How,
   found: Attended,
   gradients: Float[Array, "B R"] | None = None,
+  residual: Float[Array, "B R E"] | None = None,
 ) -> Scores:
   """Scores a chunk by each replay; not at all if no method evicts.
 
@@ -238,6 +254,7 @@ def score(
     how: see `How`.
     found: the result of `attend`.
     gradients: `ReplayedChunk.gradients`, for replays that depend on them.
+    residual: hidden states before the layer, likewise.
   """
   if not how.spec.compressible:
     return ()
@@ -256,6 +273,7 @@ def score(
         start=chunk.start,
         prefix=chunk.prefix,
         inputs=needed.inputs,
+        residual=residual,
         output_projection=needed.output_projection,
         gradients=gradients,
         sinks=seen.sinks,

@@ -26,18 +26,22 @@ class DropKV(ScoringMethod):
   averaged over neighboring tokens.
 
   Source: "DropKV" (OpenReview MqfNzH3TVH), with the defaults of the authors'
-  code, but in float32 throughout.
+  code, but in float32 throughout unless `match_bf16` says otherwise.
 
   Attributes:
     window: W, number of last tokens, which are always kept.
     kernel: odd width of the average, which divides by it at the ends too; 1 for
       none.
     epsilon: added to 1 - p.
+    match_bf16: whether p in p / (1 - p) is rounded to bfloat16, as in the
+      authors' code. A token with nearly all of the attention of a query then
+      has p = 1, and a change as large as epsilon allows.
   """
 
   window: int = 8
   kernel: int = 11
   epsilon: float = 1e-6
+  match_bf16: bool = False
 
   def __post_init__(self) -> None:
     super().__post_init__()
@@ -107,11 +111,16 @@ class DropKV(ScoringMethod):
     squares = jnp.sum(values**2, axis=-1)[:, :, None, None]
     lengths = jnp.sum(outputs**2, axis=-1, keepdims=True)
     distances = jnp.maximum(squares - 2 * products + lengths, 0.0)
-    changes = (weights / (1.0 - others + self.epsilon)) ** 2 * distances
 
     least = jnp.finfo(jnp.float32).tiny
     without_best = rest_output / jnp.maximum(rest, least)
     distance = jnp.sum((without_best - best_value) ** 2, axis=-1, keepdims=True)
+    if self.match_bf16:
+      # A conversion there and back could be optimized away.
+      rounded = jax.lax.reduce_precision(weights, 8, 7)
+      ratios = (rounded / (1.0 - rounded + self.epsilon)) ** 2
+      return ratios * jnp.where(is_best, rest**2 * distance, distances)
+    changes = (weights / (1.0 - others + self.epsilon)) ** 2 * distances
     share = rest / jnp.maximum(rest + self.epsilon, least)
     return jnp.where(is_best, (weights * share) ** 2 * distance, changes)
 

@@ -14,7 +14,7 @@ from kvjax.allocation.whole_model import WholeModel
 from kvjax.cache.layers import LayerCache
 from kvjax.methods.base import ScoringMethod
 from kvjax.methods.heads import by_kv_head
-from kvjax.methods.replay import Replay, Weight
+from kvjax.methods.replay import Divisor, Replay, Weight
 from kvjax.methods.traits import Traits
 from kvjax.options.bounds import check_least
 
@@ -45,9 +45,11 @@ class KVzip(ScoringMethod):
 
   Attributes:
     weight: "attention", or "output" for KVzip+: attention times |v_u W_O|, over
-      the norm |x_t| of the replayed token's input; or "gradient" for KVgrad:
+      the norm |x_t| of the replayed token; or "gradient" for KVgrad:
       attention times |v_u W_O| and how much the hidden states after the last
       layer depend on what attention gives to the replayed token.
+    divisor: x_t of KVzip+: the layer's normalized "input", as in the authors'
+      code, or the "residual" before the norm, which the paper may mean.
     level: heads that share a budget: those of the "model" or of a "layer", or
       none, so that each "head" keeps as many tokens.
     chunk: tokens that are replayed at a time.
@@ -58,6 +60,7 @@ class KVzip(ScoringMethod):
   """
 
   weight: Weight = "attention"
+  divisor: Divisor = "input"
   level: Level = "model"
   chunk: int = 2000
   overlap: int = 8
@@ -73,7 +76,9 @@ class KVzip(ScoringMethod):
     bounded = self.weight == "attention"
     return Traits(
       whole_prompts_only="it replays the whole prompt",
-      replay=Replay(self.chunk, self.overlap, self.sinks, self.weight),
+      replay=Replay(
+        self.chunk, self.overlap, self.sinks, self.weight, self.divisor
+      ),
       score_range=(0.0, 1.0 if bounded else math.inf),
     )
 

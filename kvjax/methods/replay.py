@@ -12,6 +12,8 @@ from kvjax.kernels.attention.options import PLAIN, AttentionOptions
 from kvjax.struct import static, struct
 
 Weight = Literal["attention", "output", "gradient"]
+# What KVzip+ divides by the norm of.
+Divisor = Literal["input", "residual"]
 
 # Logits per query head in memory at once.
 _LOGITS = 2**17
@@ -33,6 +35,7 @@ class ReplayedChunk:
     start: position of the chunk in each row.
     prefix: number of tokens of the chat template that each row begins with.
     inputs: the layer's normalized input of the replay.
+    residual: the same before the norm.
     output_projection: W_O of each query head.
     gradients: |g_t|, norms of the gradient of Phi, the sum of the squared
       hidden states after the last layer, with respect to what the layer's
@@ -51,6 +54,7 @@ class ReplayedChunk:
   start: Int[Array, " B"]
   prefix: Int[Array, " B"]
   inputs: Float[Array, "B R E"] | None = None
+  residual: Float[Array, "B R E"] | None = None
   output_projection: Float[Array, "N Dv E"] | None = None
   gradients: Float[Array, "B R"] | None = None
   sinks: Float[Array, " N"] | None = None
@@ -67,7 +71,7 @@ class Replay:
   over the sinks, the chunk and the replay itself, the score of token u is
 
     max_t A(t, u)                  by attention,
-    max_t A(t, u) |v_u O| / |x_t|  by output, with the layer's input x,
+    max_t A(t, u) |v_u O| / |x_t|  by output; see `divisor`,
     max_t A(t, u) |v_u O| |g_t|    by gradient; see `ReplayedChunk`.
 
   Methods with equal replays share one. The passes are shared in any case, but
@@ -82,6 +86,8 @@ class Replay:
     sinks: number of first tokens that every softmax includes; 0 for those of
       the chat template.
     weight: what attention is multiplied by.
+    divisor: x_t: the layer's normalized "input", as in the authors' code, or
+      the "residual" before the norm, which the paper may mean.
     of_text: t is a token of the repeated text, not of the request before it, as
       for the targets of arXiv 2601.07891 (KVzap).
   """
@@ -90,25 +96,27 @@ class Replay:
   overlap: int = 8
   sinks: int = 0
   weight: Weight = "attention"
+  divisor: Divisor = "input"
   of_text: bool = False
 
   @property
   def activations(self) -> frozenset[str]:
     """Optional activations of the replay that the score depends on."""
-    names: dict[Weight, set[str]] = {
-      "attention": set(),
-      "output": {"inputs", "output_projection"},
-      "gradient": {"output_projection"},
-    }
-    return frozenset(names[self.weight])
+    if self.weight == "attention":
+      return frozenset()
+    names = {"output_projection"}
+    if self.weight == "output" and self.divisor == "input":
+      names.add("inputs")
+    return frozenset(names)
 
   def score(self, seen: ReplayedChunk) -> Float[Array, "B N C"]:
     """Scores the tokens of a chunk, for every query head, in float32."""
     lse = self._with_sinks(seen)
     # What divides a weight adds its logarithm to that of the denominator.
     if self.weight == "output":
-      assert seen.inputs is not None
-      norms = jnp.linalg.norm(seen.inputs.astype(jnp.float32), axis=-1)
+      divisor = seen.inputs if self.divisor == "input" else seen.residual
+      assert divisor is not None
+      norms = jnp.linalg.norm(divisor.astype(jnp.float32), axis=-1)
       lse = lse + jnp.log(norms)[:, None]
     elif self.weight == "gradient":
       assert seen.gradients is not None

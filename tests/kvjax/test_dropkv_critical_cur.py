@@ -22,7 +22,7 @@ def softmax(logits):
   return weights / weights.sum(axis=-1, keepdims=True)
 
 
-def changes(activations, row, length, window, skip=None):
+def changes(activations, row, length, window):
   """Squared changes of the last outputs without each token, [K, T].
 
   The softmax is computed again without the token, in float64.
@@ -81,6 +81,35 @@ def test_dropkv_is_exact_for_tokens_with_nearly_all_of_the_attention(sharpness):
     np.testing.assert_allclose(
       ours[row, :, :length] / largest, expected / largest, atol=2e-3
     )
+
+
+@pytest.mark.parametrize("sharpness", [1.0, 30.0])
+def test_dropkv_rounds_weights_as_the_authors_do_if_it_is_told_to(sharpness):
+  activations = all_activations(2, LENGTHS, PADDED)
+  activations = dataclasses.replace(
+    activations, queries=activations.queries * sharpness
+  )
+  method = DropKV(window=1, kernel=1, match_bf16=True)
+  ours = np.asarray(scoring.evaluate(method, activations))[0, :, :37]
+  keys, values, queries = (
+    np.asarray(x[0, :, :37], np.float64)
+    for x in (activations.keys, activations.values, activations.queries)
+  )
+  expected, exact = np.zeros(ours.shape), []
+  for head, query in enumerate(queries):
+    own = head // (len(queries) // len(keys))
+    weights = softmax(keys[own] @ query[-1] / keys.shape[-1] ** 0.5)
+    rounded = weights.astype(jnp.bfloat16).astype(np.float64)
+    apart = ((values[own] - weights @ values[own]) ** 2).sum(-1)
+    ratios = (rounded / (1 - rounded + 1e-6)) ** 2
+    expected[own] += ratios * apart * len(keys) / len(queries)
+    exact.append(rounded.max() == 1)
+  # One weight may be rounded the other way, which is 0.8 % of it.
+  np.testing.assert_allclose(ours, expected, rtol=0.02, atol=1e-9)
+  assert any(exact) == (sharpness > 1)
+  default = scoring.evaluate(DropKV(window=1, kernel=1), activations)
+  difference = abs(np.asarray(default)[0, :, :37] - expected)
+  assert (difference > 1e-3 * expected + 1e-6).any()
 
 
 def test_dropkv_of_equal_values_is_0_and_its_average_divides_by_the_kernel():

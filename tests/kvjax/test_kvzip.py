@@ -36,6 +36,7 @@ MODELS = {
   ),
 }
 MODEL = MODELS["plain"]
+HALF = kvjax.Retention(0.5)
 NAMES = ("kvzip:chunk=16", "kvzip.plus:chunk=16")
 
 
@@ -88,6 +89,36 @@ def test_scores_equal_a_replay_written_out(name, monkeypatch):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
         # What the template has is not replayed; all else gets some attention.
         assert ((ours == -1) | (ours > 0)).all()
+
+
+class Doubled(TinyModel):
+  """Layers that read twice their residual, as a norm could make it."""
+
+  def block(self, weights, spec, hidden, shared, positions, attend):
+    def attend_doubled(seen):
+      return attend(dataclasses.replace(seen, inputs=2 * seen.inputs))
+
+    return super().block(
+      weights, spec, hidden, shared, positions, attend_doubled
+    )
+
+
+def test_the_norm_is_that_of_the_input_or_of_the_residual(monkeypatch):
+  model = Doubled(MODEL.geometry)
+  replays = [
+    Replay(chunk=16, weight="output", divisor=divisor)
+    for divisor in ("input", "residual")
+  ]
+  row = ROWS[0]
+  (found,) = found_by(model, [row], replays, monkeypatch)
+  # This model's residual is its input.
+  expected = replayed.scores(model, model.init(), row, REQUEST, replays[1])
+  for replay, factor in zip(replays, (0.5, 1.0), strict=True):
+    for ours, residual in zip(found[replay], expected, strict=True):
+      theirs = np.where(residual < 0, -1, factor * residual)
+      np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+  plan = kvjax.get_plan("kvzip.plus:divisor=residual:chunk=16:overlap=8", HALF)
+  assert plan.method.traits.replay == replays[1]
 
 
 @pytest.mark.slow
@@ -204,18 +235,19 @@ def test_protected_tokens_are_kept_first():
 
 @pytest.mark.slow
 def test_layers_without_a_full_cache_are_replayed_too():
-  """A window and a layer without attention; answers tell that both ran."""
+  """Windows and a layer without attention; answers tell that all ran."""
   local = dataclasses.replace(SPEC, window=16)
   mlp = dataclasses.replace(SPEC, cache=False, weights=1)
-  model = TinyModel(kvjax.Geometry((local, SPEC, mlp, SPEC), 4096))
+  model = TinyModel(kvjax.Geometry((local, SPEC, mlp, SPEC, local), 4096))
   params, plan = model.init(), PLANS[1]
   cache, _ = kvjax.prefill(model, params, prompts_of(), plan)
   for row, text in enumerate(ROWS):
     alone, _ = kvjax.prefill(model, params, prompts_of([text]), plan)
     assert kept_positions(alone, 0) == kept_positions(cache, row)
   kept = kept_positions(cache, 0)
-  assert [len(head) for head in kept[0]] == [16, 16]
-  assert sum(len(head) for layer in kept[1:] for head in layer) == 4 * 12
+  for layer in (kept[0], kept[-1]):
+    assert [len(head) for head in layer] == [16, 16]
+  assert sum(len(head) for layer in kept[1:-1] for head in layer) == 4 * 12
 
 
 @pytest.mark.parametrize(

@@ -1,21 +1,27 @@
 """The peak memory of a replay, from the compiled programs of a layer."""
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import pytest
 from flax import nnx
+from jaxtyping import PyTree
 from llama_8b import FIELDS
 
+import kvjax
 from kvjax.activations import Activations
-from kvjax.engine import prompt_programs, replay_layers
+from kvjax.engine import prompt_programs, replay_gradient, replay_layers
 from kvjax.methods.replay import Replay
 from kvjax.models.config import DecoderConfig
 from kvjax.models.decoder import Decoder
 from kvjax.models.language_model import from_decoder
 from kvjax.struct import tree_bytes
 
-LENGTH, CHUNK, LAYERS = 8192, 2000, FIELDS["num_hidden_layers"]
+LENGTH, LAYERS = 8192, FIELDS["num_hidden_layers"]
+# Tokens that KVzip and KVgrad replay at a time, and of a request for them.
+CHUNK, GRADIENT_CHUNK, REQUEST = 2000, 512, 40
 
 
 def shape(*sizes, dtype=jnp.int32):
@@ -29,6 +35,10 @@ def peak(lowered, resident):
   return resident + memory.temp_size_in_bytes + fresh
 
 
+def keys_of(spec):
+  return shape(1, spec.kv_heads, LENGTH, spec.key_dim, dtype=jnp.bfloat16)
+
+
 def prompt_and_chunk(spec, kv):
   queries = jnp.zeros((1, spec.heads, 0, spec.key_dim), kv.dtype)
   positions = jnp.zeros((1, LENGTH), jnp.int32)
@@ -39,7 +49,17 @@ def prompt_and_chunk(spec, kv):
   )
 
 
-def test_it_is_at_most_a_fifth_above_a_prefill():
+class Case(NamedTuple):
+  """A model of these sizes, without arrays, and a prefill's peak."""
+
+  model: kvjax.Model
+  params: PyTree
+  cache: int
+  prefill: int
+
+
+@pytest.fixture(scope="module")
+def llama():
   model, params = from_decoder(
     nnx.eval_shape(
       lambda: Decoder(
@@ -51,8 +71,7 @@ def test_it_is_at_most_a_fifth_above_a_prefill():
   embed = jax.eval_shape(
     model.embed, params, shape(1, LENGTH), shape(1, LENGTH)
   )
-  kv = shape(1, spec.kv_heads, LENGTH, spec.key_dim, dtype=jnp.bfloat16)
-  cache = LAYERS * 2 * tree_bytes(kv)
+  cache = LAYERS * 2 * tree_bytes(keys_of(spec))
   prefill = prompt_programs.forward_layer.lower(
     stack,
     shape(),
@@ -61,20 +80,67 @@ def test_it_is_at_most_a_fifth_above_a_prefill():
     model=model,
     how=(spec, frozenset()),
   )
-  seen, chunk = jax.eval_shape(functools.partial(prompt_and_chunk, spec), kv)
+  return Case(model, params, cache, peak(prefill, cache + tree_bytes(embed)))
+
+
+class Replayed(NamedTuple):
+  """The arguments of a layer's programs, and what stays beside them."""
+
+  hidden: jax.ShapeDtypeStruct
+  given: replay_layers.Given
+  how: replay_layers.How
+  resident: int
+
+  @classmethod
+  def of(cls, case, replays):
+    (stack,), spec = (
+      case.model.layer_weights(case.params),
+      case.model.geometry.layers[0],
+    )
+    chunk = replays[0].chunk
+    width = chunk + REQUEST
+    hidden, shared = jax.eval_shape(
+      case.model.embed, case.params, shape(1, width), shape(1, width)
+    )
+    given = replay_layers.Given(
+      stack,
+      shape(),
+      shared,
+      shape(1, width),
+      *jax.eval_shape(functools.partial(prompt_and_chunk, spec), keys_of(spec)),
+    )
+    how = replay_layers.How(spec, replays, chunk, 30, LENGTH)
+    scores = len(replays) * LAYERS * spec.heads * LENGTH * 4
+    resident = case.cache + tree_bytes(shared) + scores
+    return cls(hidden, given, how, resident)
+
+
+@pytest.mark.parametrize(
+  "program", [replay_layers._replay_layer_once, replay_layers._score_layer]
+)
+def test_it_is_at_most_a_fifth_above_a_prefill(llama, program):
   replays = (Replay(CHUNK), Replay(CHUNK, weight="output"))
-  width = CHUNK + 40
-  embed_again = jax.eval_shape(
-    model.embed, params, shape(1, width), shape(1, width)
-  )
-  hidden, shared = embed_again
-  again = replay_layers._replay_layer_once.lower(
-    hidden,
-    replay_layers.Given(stack, shape(), shared, shape(1, width), seen, chunk),
-    model=model,
-    how=replay_layers.How(spec, replays, CHUNK, 30, LENGTH),
-  )
-  scores = len(replays) * LAYERS * spec.heads * LENGTH * 4
-  before = peak(prefill, cache + tree_bytes(embed))
-  after = peak(again, cache + tree_bytes(embed_again) + scores)
-  assert cache < after <= 1.2 * before
+  hidden, given, how, resident = Replayed.of(llama, replays)
+  again = program.lower(hidden, given, model=llama.model, how=how)
+  after = peak(again, resident + tree_bytes(hidden))
+  assert llama.cache < after <= 1.2 * llama.prefill
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_that_of_gradients_is_at_most_a_fifth_above_it_too(llama, direction):
+  replays = (Replay(GRADIENT_CHUNK, weight="gradient"),)
+  hidden, given, how, resident = Replayed.of(llama, replays)
+  # Hidden states before every layer.
+  resident += LAYERS * tree_bytes(hidden)
+  if direction == "forward":
+    program = replay_gradient._forward_layer.lower(
+      hidden, given, model=llama.model, how=how._replace(replays=())
+    )
+  else:
+    cotangent = jax.ShapeDtypeStruct(hidden.shape, jnp.float32)
+    resident += tree_bytes(cotangent)
+    program = replay_gradient._backward_layer.lower(
+      cotangent, hidden, given, model=llama.model, how=how
+    )
+  after = peak(program, resident)
+  assert llama.cache < after <= 1.2 * llama.prefill
