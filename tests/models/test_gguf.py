@@ -224,6 +224,32 @@ def test_texts_are_split_as_transformers_splits_them(name, split):
       assert tokenizer.decode(ids) == sample["text"]
 
 
+PUBLISHED = json.loads(
+  (GOLDEN.parent / "published_tokenizers.json").read_text()
+)
+
+
+@pytest.mark.parametrize("split", PUBLISHED["tokenizers"])
+def test_texts_have_the_ids_of_the_makers_own_tokenizer(split):
+  """Of Llama 3 and Qwen3 (tests/golden/make_published_tokenizers.py)."""
+  made = PUBLISHED["tokenizers"][split]
+  fields = {
+    "tokenizer.ggml.model": "gpt2",
+    "tokenizer.ggml.pre": split,
+    "tokenizer.ggml.tokens": made["tokens"],
+    "tokenizer.ggml.token_type": made["kinds"],
+    "tokenizer.ggml.merges": made["merges"],
+  }
+  tokenizer = read_tokenizer(GgufFile(pathlib.Path("part.gguf"), fields, {}))
+  assert len(PUBLISHED["texts"]) > 30
+  for text, ids, decoded in zip(
+    PUBLISHED["texts"], made["ids"], made["decoded"], strict=True
+  ):
+    own = tokenizer.encode(text)
+    assert [made["numbers"][number] for number in own] == ids
+    assert tokenizer.decode(own) == decoded
+
+
 def test_kinds_of_tokens_and_those_with_a_part_to_play(maker):
   made = maker()
   made.fields["tokenizer.chat_template"] = (
