@@ -1,4 +1,7 @@
-"""README is short, and its tables are those of the registry and the results."""
+"""README is short, and its tables are those of the registry and the results.
+
+So is the table on the page of KVzip.
+"""
 
 import itertools
 import pathlib
@@ -55,6 +58,31 @@ def test_its_scores_are_those_of_the_results():
     (name.removesuffix(" †"), budget): score
     for (name, budget), score in marked.items()
   }.items() <= aware.items()
+
+
+def points(score):
+  return float(score.split()[0])
+
+
+def test_the_page_of_kvzip_has_the_scores_of_the_results():
+  results = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+  page = (METHODS_PAGE.parent / "kvzip.md").read_text(encoding="utf-8")
+  rows = table("| tokens | method | 100 % |", page)
+  assert len(rows) == 3 * 4
+  budgets = ("100 %", "50 %", "25 %", "10 %")
+  for tokens, method, *cells in rows:
+    found = scores(results.split(f"<!-- {tokens.replace(',', '')} -->")[1])
+    for budget, cell in zip(budgets, cells, strict=True):
+      if "`" in method:
+        assert cell == found.get((method, budget), "")
+      elif cell:
+        others = [
+          score
+          for (name, each), score in found.items()
+          if each == budget and "kvzip" not in name
+        ]
+        assert points(cell) == max(map(points, others))
+        assert cell in others
 
 
 def supports(name, schedule):
