@@ -11,7 +11,7 @@
 #   make device-check  compare the kernels with XLA on the TPU or GPU at hand
 #   make test-tpu run the tests that compile for TPUs
 #   make test-gpu run the tests that compile for GPUs
-#   make test-adapters  run the tests with packages of other models
+#   make test-adapters  run the tests with packages of other models, and faiss
 #   make peers    set up kvpress in .peers, for benchmark_peers
 #   make clean    remove .venv and the caches
 # ARGS is passed on: make demo ARGS="--samples=8", make test ARGS="-k cache".
@@ -94,7 +94,8 @@ test-gpu: .cuda/.ready
 
 test-adapters: .adapters/.ready
 	@JAX_PLATFORMS=cpu KERAS_BACKEND=jax \
-	  .adapters/bin/python -m pytest tests/models/test_adapters*.py
+	  .adapters/bin/python -m pytest tests/models/test_adapters*.py \
+	  tests/experiments/test_index_construction.py
 
 peers: .peers/.ready
 
@@ -154,7 +155,7 @@ PLUGIN := from importlib.metadata import version; \
 	@echo "Setting up .adapters (a few minutes)"
 	@$(BIN)/python -m venv --clear .adapters
 	@.adapters/bin/python -m pip install -qq --disable-pip-version-check \
-	  --no-compile --editable '.[dev]'
+	  --no-compile --editable '.[bench,dev]'
 	@.adapters/bin/python -m pip install -qq --disable-pip-version-check \
 	  --no-compile --no-deps --requirement tests/adapters.txt
 	@touch $@
