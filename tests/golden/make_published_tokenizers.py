@@ -44,6 +44,8 @@ MORE_TEXTS = (
   "I’m sure they’ll; WE'RE y'all'd've o'clock 'S 'ſ 'LLama",
   "हिन्दी में लिखा हुआ। ภาษาไทยไม่มีช่องว่าง தமிழ் বাংলা አማርኛ",
   "\u1112\u1161\u11ab\u1100\u1173\u11af \u212b \u2126 e\u0323\u0302 \uac01",
+  # Llama 3 has these words in its vocabulary, and no merges that make them.
+  "nhiều việc hợp điều kiện ngoài Việt Nam, ایران, değiş gelmektedir, даже",
   "x\n\n\n  y\r\n\r\n\tz \n \u3000w\u00a0\u00a0v  \n",
   "for (int i = 0; i < n; ++i) { a[i] += b[i] << 2; } // ~!@#$%^&*()_`-=",
   "$$\\frac{\\partial f}{\\partial x}=\\sum_{k=0}^{\\infty} x^k$$ ≤ ≠ ∑ ℝ → ∞",
