@@ -14,8 +14,8 @@ one-sided tests (TOST), whose null hypothesis is that the mean differs from that
 of the full cache by --margin points or more. The program writes DIR/trials.md
 and DIR/trials.json.
 
-It takes minutes to hours, as long as that many evaluations. --dry_run, before
-the `--`, says what the first one costs.
+Trials take minutes to hours, as long as that many evaluations. --dry_run,
+before the `--`, says what the first one costs.
 
 An observation is the mean score of a trial over its tasks. That is our reading:
 Chari and Van Durme (arXiv 2507.08143) report a p-value of 20 trials without

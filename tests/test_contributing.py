@@ -9,6 +9,7 @@ import sys
 import textwrap
 
 import numpy as np
+import page_commands
 import pytest
 import scoring
 
@@ -101,6 +102,48 @@ def test_a_method_takes_a_file_and_a_line(tmp_path):
   done = run_in(tmp_path, "-c", check, tmp_path)
   assert done.returncode == 0, done.stderr
   assert done.stdout == "10 10\n"
+
+
+SMALL = "--model=reference --length=320 --samples=1 --retention=0.5"
+
+
+@pytest.fixture
+def shell(tmp_path):
+  """Runs the commands of a section in a folder, with small settings."""
+  programs = tmp_path / "bin"
+  programs.mkdir()
+  page_commands.write_kvjax(programs, {"compare": SMALL})
+  path = os.pathsep.join([str(programs), os.environ["PATH"]])
+
+  def run(title, **variables):
+    commands = page_commands.commands(section(title))
+    assert commands
+    for command in commands:
+      environment = os.environ | {"PATH": path} | variables
+      page_commands.run(command, tmp_path, environment)
+
+  return run
+
+
+@pytest.mark.slow
+def test_the_method_is_compared_and_ranked(tmp_path, shell):
+  """By the commands of the recipe, which find the changed tree."""
+  follow(tmp_path)
+  shell("Add a method", PYTHONPATH=str(tmp_path))
+  ranked = (tmp_path / "results/leaderboard/leaderboard.md").read_text()
+  assert {"big_values", "keydiff"} <= {*re.findall(r"^\| (\w+)", ranked, re.M)}
+
+
+@pytest.mark.slow
+def test_a_method_in_a_file_of_its_own_is_compared(tmp_path, shell):
+  title = "Keep a method in your own file or package"
+  (registered,) = re.findall(r"ends with `(.*?)`", section(title))
+  (_, method), *_ = blocks(section("Add a method"))
+  text = f"{method}\nimport kvjax\n\n{registered}\n"
+  (tmp_path / "big_values.py").write_text(text)
+  shell(title)
+  table = (tmp_path / "results" / "demo" / "table.md").read_text()
+  assert "big_values" in table
 
 
 @pytest.mark.slow

@@ -8,13 +8,11 @@ import re
 import subprocess
 import sys
 
+import page_commands
 import pytest
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "pods.md"
-BLOCKS = [
-  [line.strip() for line in block.splitlines()]
-  for block in re.findall(r"(?:^ {4}\S.*\n)+", PAGE.read_text(), re.MULTILINE)
-]
+BLOCKS = page_commands.blocks(PAGE.read_text())
 # They make machines and environments.
 NOT_HERE = ("gcloud", "pip", "python3.12", "xpk")
 # The end of each command: models and samples as small as they get.
@@ -41,24 +39,16 @@ RUN = [[*filter(None, map(to_run, block))] for block in BLOCKS]
 CASES = {(run or block)[0]: run for block, run in zip(BLOCKS, RUN, strict=True)}
 
 
-def write_program(path, script):
-  path.write_text(f"#!/bin/sh\n{script}\n")
-  path.chmod(0o755)
-
-
 @pytest.fixture
 def start(tiny_directory, tmp_path, port):
   """Starts a command on a host, in a folder of its own."""
   programs = tmp_path / "bin"
   programs.mkdir()
-  cases = " ".join(f"{name}) end='{end}';;" for name, end in ENDS.items())
-  write_program(
-    programs / "kvjax",
-    f"case $1 in {cases} esac\n"
-    f'exec {sys.executable} -m kvjax.experiments.main "$@" $end $THIS_HOST',
+  page_commands.write_kvjax(programs, ENDS)
+  page_commands.write_program(
+    programs / "python", f'exec {sys.executable} "$@"'
   )
-  write_program(programs / "python", f'exec {sys.executable} "$@"')
-  write_program(programs / "ssh", 'shift; exec "$@"')
+  page_commands.write_program(programs / "ssh", 'shift; exec "$@"')
   (tmp_path / "TEXTS").mkdir()
   (tmp_path / "data").mkdir()
   (tmp_path / "OUT").mkdir()
