@@ -22,7 +22,9 @@ for compilation.
     --methods=rkv,snapkv,keydiff,lagkv.kvpress,tova
 
 times evictions while decoding instead, from --target plus --every tokens to
---target, as a percentage of the steps between them.
+--target, as a percentage of the steps between them. The last column is how much
+longer all of it takes than the same steps without a method: what the method
+observes at each step, and the eviction.
 
   kvjax benchmark_decode --sizes=llama-3.1-8b \
     --length=32768 --rows=4
@@ -156,7 +158,7 @@ def _time_evictions(every: int, folder: pathlib.Path) -> None:
   step = statistics.median(steps)
   benchmark_tables.show(
     folder,
-    eviction_timing.table(step, evicted, every),
+    eviction_timing.table(steps, evicted, every),
     f"From {target + every:,} to {target:,} tokens, every "
     f"{wording.count(every, 'token')} of {1e3 * step:,.1f} ms each; "
     f"{run_inputs.model_name()}, "

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import rich.console
+from jaxtyping import Array, Float
 
 import kvjax
 from kvjax.engine.capacity import prepare_decoding
@@ -33,11 +34,14 @@ class Evicted(NamedTuple):
     method: the method.
     kept: tokens after an eviction, mean over rows, layers and KV heads.
     seconds: seconds of an eviction in each round.
+    decoding: seconds per step in each round, if the method observes every step
+      and evicts after the last.
   """
 
   method: str
   kept: float
   seconds: Sequence[float]
+  decoding: Sequence[float]
 
 
 class _Full(NamedTuple):
@@ -45,6 +49,13 @@ class _Full(NamedTuple):
 
   cache: kvjax.Cache
   prepared: PreparedPlan
+
+
+class _Start(NamedTuple):
+  """A cache of as many tokens as stay, and the logits that continue it."""
+
+  cache: kvjax.Cache
+  logits: Float[Array, "B V"]
 
 
 def plan_of(method: str, target: int, every: int, seed: int) -> kvjax.Plan:
@@ -85,23 +96,26 @@ def measure(
 
   Returns:
     Seconds per step from a cache of as many tokens as stay, in each round; and
-    the evictions of each method.
+    the evictions of each method, with the steps before them.
   """
   target, every = schedule
   with rich.console.Console(stderr=True).status("prefilling"):
-    plan = kvjax.get_plan("full", kvjax.Retention(1.0))
     few = _cut(contexts, target)
-    cache, logits = kvjax.prefill(lm.model, lm.params, few, plan)
+    never = kvjax.get_plan("full", kvjax.Retention(1.0))
+    starts = [
+      _Start(*kvjax.prefill(lm.model, lm.params, few, plan))
+      for plan in (never, *plans.values())
+    ]
     full = [
       _prefill(lm, of_method, _cut(contexts, target + every), every)
       for of_method in plans.values()
     ]
 
-  def step() -> float:
+  def step(start: _Start) -> float:
     decoding = kvjax.Decoding(every)
     return (
       stopwatch.seconds(
-        lambda: kvjax.generate(lm.model, lm.params, cache, logits, decoding)
+        lambda: kvjax.generate(lm.model, lm.params, *start, decoding)
       )
       / every
     )
@@ -114,18 +128,28 @@ def measure(
     own = copied(one)
     return stopwatch.seconds(lambda: _evict(lm.model, one.prepared, own))
 
-  step()
+  step(starts[0])
   kept = []
-  for one in progress_bar.track(full, "compiling"):
+  pairs = list(zip(full, starts[1:], strict=True))
+  for one, start in progress_bar.track(pairs, "compiling"):
     after = _evict(lm.model, one.prepared, copied(one))
     kept.append(float(np.mean(after.lengths)))
-  steps, *times_of = stopwatch.in_turns(
-    [step, *(functools.partial(evict, one) for one in full)],
+    step(start)
+  found = stopwatch.in_turns(
+    [
+      *(functools.partial(step, start) for start in starts),
+      *(functools.partial(evict, one) for one in full),
+    ],
     progress_bar.track(range(rounds), "timing"),
   )
+  steps, decoding, times = (
+    found[0],
+    found[1 : len(starts)],
+    found[len(starts) :],
+  )
   return steps, [
-    Evicted(name, mean, times)
-    for name, mean, times in zip(plans, kept, times_of, strict=True)
+    Evicted(*of_method)
+    for of_method in zip(plans, kept, times, decoding, strict=True)
   ]
 
 
@@ -147,20 +171,36 @@ def _prefill(
   return _Full(cache, prepared)
 
 
-HEADING = ("method", "keeps", "ms an eviction", "% of the steps between two")
+HEADING = (
+  "method",
+  "keeps",
+  "ms an eviction",
+  "% of the steps between two",
+  "% in all",
+)
 
 
-def table(step: float, evicted: Sequence[Evicted], every: int) -> Table:
-  """Builds the table, given the seconds of each of the `every` steps."""
-  lines = []
+def table(
+  steps: Sequence[float], evicted: Sequence[Evicted], every: int
+) -> Table:
+  """Builds the table, given the results of `measure`.
+
+  The last column is how much longer `every` steps take with a method: what it
+  observes at each of them, and its eviction. It is the median over rounds, as
+  all of a round see the same interference.
+  """
+  step, lines = statistics.median(steps), []
   for one in evicted:
     seconds = statistics.median(one.seconds)
+    pairs = zip(one.decoding, steps, strict=True)
+    ratio = statistics.median(own / plain for own, plain in pairs)
     lines.append(
       (
         one.method,
         f"{one.kept:,.0f}",
         f"{1e3 * seconds:,.1f}",
         f"{100 * seconds / every / step:.1f}",
+        f"{100 * (ratio - 1):.1f}",
       )
     )
   return Table("", HEADING, lines)

@@ -83,24 +83,38 @@ def test_what_evicts_by_default_can_and_has_the_seed_that_is_given():
 
 
 @pytest.mark.slow
-def test_evictions_are_timed_that_evict(tiny):
+def test_evictions_are_timed_that_evict(tiny, monkeypatch):
   contexts = kvjax.Prompts.of([[5] * 60, [6, 7] * 40])
   methods = ["keydiff", "rkv:window=4", "tova"]
   plans = {name: eviction_timing.plan_of(name, 32, 8, 0) for name in methods}
+  decoded = []
+
+  def generate(model, params, cache, *arguments):
+    evicts = cache.plan is not None and not cache.plan.keeps_prompts
+    decoded.append((int(cache.lengths[0].max()), evicts))
+    return run(model, params, cache, *arguments)
+
+  run = kvjax.generate
+  monkeypatch.setattr(kvjax, "generate", generate)
   steps, found = eviction_timing.measure(
     tiny, plans, contexts, schedule=(32, 8), rounds=2
   )
+  # Once to compile, and twice: without a method, and with each.
+  assert decoded == 3 * [(32, False), *3 * [(32, True)]]
   assert [one.method for one in found] == methods
   # Of the 40 tokens of every row, layer and head.
   assert [one.kept for one in found] == [32] * 3
   assert all(len(one.seconds) == len(steps) == 2 for one in found)
+  assert all(len(one.decoding) == 2 for one in found)
 
 
 def test_evictions_are_compared_with_the_steps_between_them():
-  found = [eviction_timing.Evicted("keydiff", 1024.0, [0.9, 0.04, 0.05])]
-  # 50 ms after 100 steps of 10 ms.
-  table = eviction_timing.table(0.01, found, every=100)
-  assert table.lines == [("keydiff", "1,024", "50.0", "5.0")]
+  # 50 ms after 100 steps of 10 ms. In the second round, all is slower.
+  steps, decoding = [0.01, 0.02, 0.01], [0.0108, 0.0214, 0.0105]
+  seconds = [0.9, 0.04, 0.05]
+  found = [eviction_timing.Evicted("keydiff", 1024.0, seconds, decoding)]
+  table = eviction_timing.table(steps, found, every=100)
+  assert table.lines == [("keydiff", "1,024", "50.0", "5.0", "7.0")]
 
 
 @pytest.mark.parametrize(
