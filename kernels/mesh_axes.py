@@ -3,9 +3,9 @@
 Rows are spread over "data", KV heads over "model". Where "model" is as large as
 their number allows, an axis "group" may hold further devices: they have the
 same KV heads, and other query heads that read them. Weights without KV heads,
-and pages of any heads, are spread over both. An axis "context" shares out the
-tokens of prompts; in what is cached of them, its devices count as further ones
-of "model".
+and pages, which have the slots of heads, are spread over both. An axis
+"context" shares out the tokens of prompts; in what is cached of them, its
+devices count as further ones of "model".
 """
 
 import math

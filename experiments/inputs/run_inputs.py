@@ -157,8 +157,9 @@ def _split(mesh: jax.sharding.Mesh) -> jax.sharding.Mesh:
   warnings.warn(
     f"The axis 'model' of --mesh has {size} devices, which {kv_heads} KV heads "
     f"cannot be shared out over: groups of {size // parts} devices have the "
-    f"same {kv_heads // parts}, so that each device takes {more:,} bytes more "
-    "per cached token.",
+    f"same {kv_heads // parts}. Those of a cache that cannot be in pages, such "
+    f"as one that evicts while decoding, take {more:,} bytes more per cached "
+    "token of each device.",
     InputWarning,
     stacklevel=2,
   )

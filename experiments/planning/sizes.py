@@ -9,6 +9,7 @@ from jaxtyping import PyTree
 
 from kvjax.cache.cache import Cache
 from kvjax.cache.layers import Slots
+from kvjax.cache.packed import PackedLayer, Pages
 from kvjax.cache.sparse import SparseLayer
 from kvjax.experiments.tpu.chips import Chip
 from kvjax.experiments.tpu.engine_programs import (
@@ -110,11 +111,18 @@ def _flops(
   itemsize = jax.tree.leaves(params)[0].dtype.itemsize
   products = 2 * needed / itemsize * use.rows / chip.rows
   group = model.config.num_heads // model.config.num_kv_heads
+  parts = [
+    part
+    for stack in cache.stacks
+    for part in (
+      (stack.pages, stack.tail) if isinstance(stack, PackedLayer) else (stack,)
+    )
+    if isinstance(part, Slots | Pages)
+  ]
   numbers = sum(
     math.prod(x.shape)
-    for stack in cache.stacks
-    if isinstance(stack, Slots)
-    for x in jax.tree.leaves((stack.keys, stack.values))
+    for part in parts
+    for x in jax.tree.leaves((part.keys, part.values))
   )
   # Each key and value meets the queries of its group.
   return products + 2 * group * numbers / len(chip.devices)

@@ -102,7 +102,8 @@ def split_mesh(mesh: jax.sharding.Mesh, kv_heads: int) -> jax.sharding.Mesh:
 
   The new "model" has as many devices as divide both the old one and the number
   of KV heads; the rest become the axis "group", whose devices have the same KV
-  heads. Query heads, MLP, vocabulary and pages are still shared out over all.
+  heads. Query heads, MLP, vocabulary and pages, which have the slots of heads,
+  are still shared out over all.
 
   Args:
     mesh: a mesh with an axis "model".
@@ -159,12 +160,7 @@ def context_size() -> int:
 
 
 def heads_fill_mesh(kv_heads: int) -> bool:
-  """Whether all devices for a row can have KV heads of their own.
-
-  Without the axis "context" this is not asked, and true.
-  """
-  if context_size() == 1:
-    return True
+  """Whether all devices for a row can have KV heads of their own."""
   sizes = jax.sharding.get_abstract_mesh().shape
   return spread_over(MODEL, [kv_heads], sizes) == whole(MODEL, sizes)
 

@@ -18,7 +18,7 @@ from kvjax.engine.feed import append_block, evict_all
 from kvjax.engine.forward import attend_to_prompt
 from kvjax.engine.model_layers import index_layer, layer_stacks, run_block
 from kvjax.engine.plans import Plan
-from kvjax.engine.prepared import PreparedPlan
+from kvjax.engine.prepared import LayerProgram, PreparedPlan, in_pages
 from kvjax.engine.preparing import prepare_repeated
 from kvjax.model import Geometry, LayerSpec, Model
 from kvjax.prompts import Prompts
@@ -203,7 +203,12 @@ def _finalize(
   stack = stack.shrink(capacity)
   if plan.schedule.every is not None:
     return shard_stack(stack)
-  renumbers = spec if plan.method.traits.renumbers else None
-  finalize = functools.partial(finalize_layer, model, renumbers, plan.kv_dtype)
+  program = LayerProgram(
+    capacity,
+    paged=in_pages(plan, spec),
+    renumbers=spec if plan.method.traits.renumbers else None,
+    kv_dtype=plan.kv_dtype,
+  )
+  finalize = functools.partial(finalize_layer, model, program)
   layers: Layer = jax.vmap(finalize)(stack.without_memory())
   return shard_stack(layers)

@@ -33,7 +33,7 @@ from kvjax.engine.rerotation import (
 from kvjax.errors import blamed_on
 from kvjax.methods.base import Method
 from kvjax.methods.think import keep_channels
-from kvjax.model import LayerSpec, Model
+from kvjax.model import Model
 from kvjax.struct import struct
 
 
@@ -217,8 +217,6 @@ def compress_layer(
     # Slots were selected with room for all T, so that budgets share a program;
     # beyond the capacity they are -1.
     cache = cache.take(inputs.slots[..., : program.capacity])
-  if program.paged:
-    return shard_layer(_quantize(PackedLayer.even(cache), program.kv_dtype))
   if program.channels is not None:
     channels = keep_channels(program.channels, cache, activations)
     return shard_layer(NarrowLayer.of(cache, channels))
@@ -236,9 +234,7 @@ def compress_layer(
       program.max_keys,
     )
     return shard_layer(cache if sparse is None else sparse)
-  return shard_layer(
-    finalize_layer(model, program.renumbers, program.kv_dtype, cache)
-  )
+  return shard_layer(finalize_layer(model, program, cache))
 
 
 @functools.partial(
@@ -274,24 +270,21 @@ def keep_single(
 
 
 def finalize_layer(
-  model: Model,
-  renumbers: LayerSpec | None,
-  kv_dtype: str | None,
-  layer: LayerCache,
+  model: Model, program: LayerProgram, layer: LayerCache
 ) -> Layer:
   """Finalizes a layer after its method has evicted for the last time.
 
   Args:
     model: the model.
-    renumbers: spec of the layer, to number and rotate its tokens by their place
-      in the cache; None to leave them where they are.
-    kv_dtype: dtype to quantize keys and values to, if any.
+    program: whether to number tokens anew, cut slots into pages and quantize.
     layer: the layer after eviction.
   """
-  if renumbers is not None:
+  if program.paged:
+    return _quantize(PackedLayer.even(layer), program.kv_dtype)
+  if program.renumbers is not None:
     assert isinstance(model, RotaryModel)
-    layer = rerotate(LayerRotation(model, renumbers), layer)
-  return _quantize(layer, kv_dtype)
+    layer = rerotate(LayerRotation(model, program.renumbers), layer)
+  return _quantize(layer, program.kv_dtype)
 
 
 def _quantize(layer: Layer, kv_dtype: str | None) -> Layer:

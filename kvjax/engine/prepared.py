@@ -29,7 +29,7 @@ class LayerProgram:
   Attributes:
     capacity: slots of the new cache per head.
     ragged: whether heads keep different numbers of tokens.
-    paged: whether pages are shared out over more devices than heads can be.
+    paged: whether pages share slots out over more devices than heads can be.
     per_query_head: whether every query head stores its own keys.
     recursive: whether the method evicts while decoding.
     renumbers: spec of the layer, if its tokens are numbered anew.
@@ -112,7 +112,7 @@ class PreparedPlan:
     program = LayerProgram(
       self.capacities[layer],
       ragged=plan.spread.ragged and not self.keeps_all[layer],
-      paged=plan.pageable and not heads_fill_mesh(kv_heads(plan, spec)),
+      paged=in_pages(plan, spec),
       per_query_head=plan.per_query_head,
       recursive=plan.while_decoding is not None,
       renumbers=spec if traits.renumbers else None,
@@ -193,6 +193,11 @@ class PreparedPlan:
     """
     due = self.plan.spread.is_due(layer, budget)
     return due | (layer.cursor > budget.capacity)
+
+
+def in_pages(plan: Plan, spec: LayerSpec) -> bool:
+  """Whether pages share a layer out over more devices than heads can be."""
+  return plan.pageable and not heads_fill_mesh(kv_heads(plan, spec))
 
 
 @jax.jit

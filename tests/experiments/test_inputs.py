@@ -60,7 +60,7 @@ def test_copies_of_kv_heads_are_warned_of_in_bytes(monkeypatch):
   assert fields["num_key_value_heads"] == 2
   width = fields["hidden_size"] // fields["num_attention_heads"]
   token = 2 * fields["num_hidden_layers"] * width * 2
-  more = f"{token * 2 // 2 - token * 2 // 4} bytes more per cached token"
+  more = f"{token * 2 // 2 - token * 2 // 4} bytes more per cached token of"
   with pytest.warns(InputWarning, match=f"groups of 2 devices .* {more}"):
     mesh = run_inputs._split(parse_mesh("model:4"))
   assert dict(mesh.shape) == {"data": 1, "model": 2, "group": 2}

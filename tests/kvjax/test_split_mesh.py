@@ -5,6 +5,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+import mesh_answers
 import numpy as np
 import pytest
 from mesh_answers import answered, assert_same
@@ -30,6 +31,10 @@ HEADS = {
 PLANS = {
   "dense": kvjax.get_plan("full", kvjax.Retention(1.0)),
   "evicting": kvjax.get_plan("snapkv:window=5", kvjax.Retention(0.5)),
+  "int8": kvjax.get_plan("keydiff", kvjax.Retention(0.5), kv_dtype="int8"),
+  "chunks": kvjax.get_plan(
+    "keydiff", kvjax.Tokens(24), kvjax.Schedule(block=16)
+  ),
   "blocks": kvjax.get_plan(
     "keydiff", kvjax.Tokens(24), kvjax.Schedule(block=16, every=4)
   ),
@@ -74,13 +79,60 @@ def shares(tree):
 
 
 def test_a_device_has_its_part_of_the_heads():
-  (stack,) = answers("2", "dense", "model:4")[0].stacks
+  (stack,) = answers("2", "blocks", "model:4")[0].stacks
   (keys,) = shares(stack.keys)
   assert keys[2] == 1  # of two
-  (stack,) = answers("6", "evicting", "model:4")[0].stacks
+  (stack,) = answers("6", "blocks", "model:4")[0].stacks
   (keys,) = shares(stack.keys)
   assert keys[2] == 3  # of six
-  (stack,) = answers("3", "packed", "model:4")[0].stacks
+
+
+@pytest.mark.parametrize("name", ["dense", "evicting", "chunks", "packed"])
+def test_a_device_has_its_part_of_the_pages(name):
+  for heads in ("3", "2"):
+    (stack,) = answers(heads, name, "model:4")[0].stacks
+    whole = stack.pages.heads.shape[2]
+    assert shares(stack.pages.heads) == [(2, 2, whole // 4)]
+
+
+def device_bytes(tree):
+  shards = (x.addressable_shards[0].data for x in jax.tree.leaves(tree))
+  return sum(shard.nbytes for shard in shards)
+
+
+@pytest.mark.parametrize("block", [None, 64])
+def test_a_group_shares_out_the_slots_of_its_heads(block):
+  """Two heads on four devices take half of what they take on two devices."""
+  model = model_of("2")
+  rows = [(np.arange(256) % 64).tolist()]
+  plan = kvjax.get_plan(
+    "keydiff", kvjax.Tokens(128), kvjax.Schedule(block=block)
+  )
+  stacks = []
+  for axes in ("model:2", "model:4"):
+    with jax.set_mesh(split_mesh(parse_mesh(axes), 2)):
+      cache, _ = kvjax.prefill(
+        model, model.init(), kvjax.Prompts.of(rows), plan
+      )
+    stacks += cache.stacks
+  slots, packed = stacks
+  pages = packed.pages
+  assert packed.tail.capacity == 0
+  for ours, theirs in (
+    (pages.keys, slots.keys),
+    (pages.values, slots.values),
+    (pages.positions, slots.positions),
+  ):
+    assert 2 * device_bytes(ours) == device_bytes(theirs)
+  # A number for each of two layers' pages, of 32 slots each.
+  assert device_bytes(pages.heads) == 4 * 2 * 128 // 2 // 32
+
+
+def test_a_mesh_that_is_not_split_answers_as_one(monkeypatch):
+  monkeypatch.setattr(mesh_answers, "split_mesh", lambda mesh, kv_heads: mesh)
+  spread = answered(model_of("3"), PLANS["dense"], ROWS, "model:4")
+  assert_same(answers("3", "dense"), spread)
+  (stack,) = spread.cache.stacks
   whole = stack.pages.heads.shape[2]
   assert shares(stack.pages.heads) == [(2, 2, whole // 4)]
 
