@@ -60,7 +60,7 @@ def run(main: Callable[[], None]) -> None:
   with code 2; of several hosts, the first one prints. So does a full disk or a
   path that cannot be used. SIGINT ends the program with code 130, and SIGTERM,
   which schedulers send before they take a machine away, with code 143, both
-  within two seconds.
+  within two seconds, but for work that is saved first.
   """
 
   def without_arguments(arguments: Sequence[str]) -> None:
@@ -172,6 +172,8 @@ def _raising(
 def _at_once() -> Iterator[None]:
   """Ends the process if a signal is not acted on within a second.
 
+  SIGTERM waits for programs that save their work first.
+
   Python's handlers wait for the main thread, which may be compiling. The number
   of a signal is written to a pipe in any case, where another thread reads it.
   All files are written so that a process may end at any time.
@@ -183,7 +185,8 @@ def _at_once() -> Iterator[None]:
   def watch() -> None:
     with os.fdopen(reader, "rb", buffering=0) as pipe:
       while number := pipe.read(1):
-        if number[0] in (signal.SIGINT, signal.SIGTERM):
+        waits = number[0] == signal.SIGTERM and exits.POSTPONED.is_set()
+        if number[0] in (signal.SIGINT, signal.SIGTERM) and not waits:
           break
       if number and not acted.wait(_GRACE_SECONDS):
         # A progress bar may have hidden the cursor, and is in mid-line.
@@ -335,7 +338,8 @@ def _no_flag(name: str) -> str:
   if name in _OF_HOSTS:
     return (
       f"This program runs on one host, without --{name}; evaluate, compare, "
-      "calibrate and finetune run on several."
+      "calibrate, trials, reproduce, retrieval_recall and finetune run on "
+      "several."
     )
   guess = suggest(name, own)
   flag, meaning = _OF_KVPRESS.get(name, ("", ""))

@@ -4,6 +4,7 @@ import contextlib
 import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from typing import NoReturn
 
@@ -15,6 +16,8 @@ INTERRUPTED = 130
 PREEMPTED = 128 + signal.SIGTERM
 # Of programs whose output nobody reads any more; shells show it as SIGPIPE's.
 UNREAD = 128 + signal.SIGPIPE
+# Set while a program has work to save, and does so before SIGTERM ends it.
+POSTPONED = threading.Event()
 
 
 class StoppedError(Exception):

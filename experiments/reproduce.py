@@ -17,12 +17,12 @@ minutes from two contexts. With the bundled model, an experiment takes 1 to 15
 minutes on two cores; the list has those of each.
 
 The output is results/papers/ID/MODEL/paper.md and paper.json, and a folder with
-all answers for each run. An interrupted run resumes where it stopped.
+all answers for each run. An interrupted run resumes where it stopped. With
+`--multihost`, hosts that run the same command share the contexts.
 """
 
 from collections.abc import Mapping, Sequence
 
-import rich.console
 from absl import flags
 
 from kvjax.calibration.record import check_tau
@@ -30,7 +30,12 @@ from kvjax.errors import InputError
 from kvjax.experiments import cli
 from kvjax.experiments.benchmarks import hub
 from kvjax.experiments.benchmarks.ruler import generator
-from kvjax.experiments.inputs import dry_run_inputs, run_inputs, text_inputs
+from kvjax.experiments.inputs import (
+  dry_run_inputs,
+  host_inputs,
+  run_inputs,
+  text_inputs,
+)
 from kvjax.experiments.papers import (
   catalogue,
   execution,
@@ -38,12 +43,12 @@ from kvjax.experiments.papers import (
   registry,
   running,
 )
-from kvjax.experiments.papers.data_model import Experiment, Program
+from kvjax.experiments.papers.data_model import Analysis, Experiment, Program
 from kvjax.experiments.papers.setup_samples import Sources
-from kvjax.experiments.run import outputs
+from kvjax.experiments.run import multihost, outputs
 
 flags.set_default(run_inputs.MODEL, run_inputs.REFERENCE)
-for module in (dry_run_inputs, run_inputs, text_inputs):
+for module in (dry_run_inputs, host_inputs, run_inputs, text_inputs):
   flags.adopt_module_key_flags(module)
 
 _DATA = flags.DEFINE_string(
@@ -90,7 +95,8 @@ _OUTPUT = flags.DEFINE_string(
 
 def main(ids: Sequence[str]) -> None:
   """Lists all experiments, or runs the given ones."""
-  console = rich.console.Console(highlight=False)
+  host_inputs.start()
+  console = host_inputs.console()
   if not ids:
     console.print(catalogue.terminal())
     return
@@ -104,6 +110,7 @@ def main(ids: Sequence[str]) -> None:
   data = None if _DATA.value is None else hub.resolve(_DATA.value)
   sources = Sources(data, text_inputs.texts())
   _check_overrides(chosen, given, sources)
+  _check_hosts(chosen)
   output = outputs.folder(_OUTPUT.value)
   name = run_inputs.model_name().replace("/", "--")  # the hub's org/name
   folders = {e.id: output / e.id / name for e in chosen}
@@ -166,6 +173,30 @@ def _check_overrides(
     called = programs.chosen(experiment.programs, given)
     if tasks is not None and any("tasks" in each.takes for each in called):
       generator.choose(tasks, sources.texts)
+
+
+def _check_hosts(chosen: Sequence[Experiment]) -> None:
+  """Rejects experiments that several hosts cannot run.
+
+  Raises:
+    InputError: an experiment runs other programs on the devices that this one
+      has, or reads whole arrays, of which a host has a part only.
+  """
+  if multihost.count() == 1:
+    return
+  for experiment in chosen:
+    if experiment.programs:
+      raise InputError(
+        f"{experiment.id} runs other programs, which would need the devices of "
+        "this one; leave out --multihost, or give it to the programs that "
+        "--dry_run names."
+      )
+    analyses = any(isinstance(part, Analysis) for part in experiment.parts)
+    if analyses and run_inputs.mesh_spans_hosts():
+      raise InputError(
+        f"{experiment.id} measures on one host's devices; leave out --mesh, or "
+        "give one of as many devices as a host has."
+      )
 
 
 def _check_trials(

@@ -14,13 +14,15 @@ means over tasks, samples, tokens, heads and the layers with an index:
 Decoding continues for --steps tokens, even past the end of an answer.
 
 Below the table is the mean cosine of neighboring queries per layer, which CTkvr
-relies on. It takes two minutes on two cores.
+relies on. It takes two minutes on two cores. With `--multihost`, hosts that run
+the same command share the prompts.
 """
 
 import dataclasses
+import json
 import statistics
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from absl import flags
 
@@ -31,15 +33,19 @@ from kvjax.experiments import cli
 from kvjax.experiments.inputs import (
   budget_inputs,
   essay_inputs,
+  host_inputs,
   needle_inputs,
   run_inputs,
 )
 from kvjax.experiments.report import benchmark_tables
 from kvjax.experiments.report.formats import Table
 from kvjax.experiments.run import (
+  comparison,
   environment,
+  multihost,
   outputs,
   progress_bar,
+  results,
   retrieval_quality,
 )
 from kvjax.experiments.run.candidates import Candidate, candidates
@@ -56,6 +62,7 @@ from kvjax.registry.registry import RETRIEVALS
 flags.adopt_module_key_flags(run_inputs)
 flags.adopt_module_key_flags(needle_inputs)
 flags.adopt_module_key_flags(budget_inputs)
+flags.adopt_module_key_flags(host_inputs)
 # What a token reads is fixed; a share of the prompt would grow with it.
 flags.set_default(budget_inputs.BUDGET, ["512", "128"])
 
@@ -74,6 +81,7 @@ _OUTPUT = flags.DEFINE_string("output", "results/retrieval", "Output folder.")
 
 def main() -> None:
   """Checks all flags, then loads the model and measures."""
+  host_inputs.start()
   suite.check_tasks(needle_inputs.TASKS.value)
   origins = essay_inputs.texts().needle_origins
   folder = outputs.folder(_OUTPUT.value)
@@ -88,16 +96,22 @@ def main() -> None:
     )
   cli.announce()
   with run_inputs.loaded() as (lm, devices):
-    quality_of, cosines = _measure(lm, chosen)
     settings = dataclasses.replace(
       run_inputs.settings(), data=origins, protocol=QUERY_AWARE
     )
+    samples = needle_inputs.samples(lm)
+    comparison.check_hosts(settings, comparison.wanted(chosen, samples))
+    quality_of, cosines = _measure(lm, chosen, samples)
+    # Within the mesh, which says where it was.
+    device = environment.device(devices)
+  if not multihost.is_first():
+    return
   summary = dataclasses.asdict(settings) | {
     "length": needle_inputs.LENGTH.value,
     "samples": needle_inputs.SAMPLES.value,
     "tasks": needle_inputs.TASKS.value,
     "steps": _STEPS.value,
-    "device": environment.device(devices),
+    "device": device,
     "versions": environment.versions(),
     "cosine_of_neighboring_queries": cosines,
     "rows": [
@@ -138,33 +152,68 @@ def table(rows: Sequence[Mapping[str, Any]]) -> Table:
   return Table("", head, lines, names=2)
 
 
+class _Measured(NamedTuple):
+  """What is measured on the prompts of a batch.
+
+  Attributes:
+    size: number of prompts.
+    cosines: the cosine of neighboring queries of each layer.
+    quality_of: the means of each candidate.
+  """
+
+  size: int
+  cosines: list[float]
+  quality_of: list[Quality]
+
+
 def _measure(
-  lm: models.Pretrained, chosen: Sequence[Candidate]
+  lm: models.Pretrained, chosen: Sequence[Candidate], samples: results.Samples
 ) -> tuple[list[Quality], list[float]]:
   """Measures every candidate's means and every layer's cosine."""
   prompts = [
     Prompt.of_sample(lm.text, sample)
-    for drawn in needle_inputs.samples(lm).values()
+    for drawn in samples.values()
     for sample in drawn
   ]
   check_context_length(lm, prompts)
   shape = Shape.of(prompts, run_inputs.batch(), QUERY_AWARE)
-  quality_of: list[list[Quality]] = [[] for _ in chosen]
-  cosines, sizes = [], []
-  starts = range(0, len(prompts), shape.rows)
-  for start in progress_bar.track(starts):
-    rows = prompts[start : start + shape.rows]
+  plans = [candidate.plan for candidate in chosen]
+
+  def measure(rows: Sequence[Prompt]) -> Iterator[list[_Measured]]:
     contexts = kvjax.Prompts.of([p.prefilled for p in rows], shape.context)
-    plans = [candidate.plan for candidate in chosen]
-    qualities, cosine = retrieval_quality.measure(
+    qualities, cosines = retrieval_quality.measure(
       lm.model, lm.params, contexts, plans, _STEPS.value
     )
-    cosines.append(cosine)
-    sizes.append(len(rows))
-    for of_candidate, per_layer in zip(quality_of, qualities, strict=True):
-      of_candidate.append(retrieval_quality.mean(per_layer))
-  return [_mean(of_candidate, sizes) for of_candidate in quality_of], [
-    statistics.fmean(layer, sizes) for layer in zip(*cosines, strict=True)
+    means = list(map(retrieval_quality.mean, qualities))
+    yield [_Measured(len(rows), cosines, means)]
+
+  batches = [
+    prompts[start : start + shape.rows]
+    for start in range(0, len(prompts), shape.rows)
+  ]
+  measured: list[_Measured] = []
+  with progress_bar.progress_bar(
+    len(batches), "measuring", transient=True
+  ) as advance:
+    for found in multihost.share(batches, measure, _encode, _decode):
+      measured += found
+      advance("measuring", len(found))
+  sizes = [each.size for each in measured]
+  of_candidates = zip(*(each.quality_of for each in measured), strict=True)
+  of_layers = zip(*(each.cosines for each in measured), strict=True)
+  return [_mean(qualities, sizes) for qualities in of_candidates], [
+    statistics.fmean(cosines, sizes) for cosines in of_layers
+  ]
+
+
+def _encode(measured: list[_Measured]) -> bytes:
+  return json.dumps(measured).encode()
+
+
+def _decode(payload: bytes) -> list[_Measured]:
+  return [
+    _Measured(size, cosines, [Quality(*means) for means in quality_of])
+    for size, cosines, quality_of in json.loads(payload)
   ]
 
 

@@ -15,7 +15,8 @@ of the full cache by --margin points or more. The program writes DIR/trials.md
 and DIR/trials.json.
 
 Trials take minutes to hours, as long as that many evaluations. --dry_run,
-before the `--`, says what the first one costs.
+before the `--`, says what the first one costs. With `--multihost`, before `--`, hosts
+that run the same command share the contexts of every trial.
 
 An observation is the mean score of a trial over its tasks. That is our reading:
 Chari and Van Durme (arXiv 2507.08143) report a p-value of 20 trials without
@@ -30,13 +31,16 @@ from absl import flags
 
 from kvjax.errors import InputError
 from kvjax.experiments import cli
-from kvjax.experiments.inputs import dry_run_inputs
+from kvjax.experiments.inputs import dry_run_inputs, host_inputs
+from kvjax.experiments.inputs.passed_on import passed_on
 from kvjax.experiments.report import formats, run_files
 from kvjax.experiments.report.anova import compare, scores_of
-from kvjax.experiments.run import children, outputs
+from kvjax.experiments.run import children, multihost, outputs
 from kvjax.experiments.run.sentences import say
 
 flags.adopt_module_key_flags(dry_run_inputs)
+flags.adopt_module_key_flags(host_inputs)
+
 _TRIALS = flags.DEFINE_integer("trials", 20, "Number of trials.", lower_bound=2)
 _FIRST_SEED = flags.DEFINE_integer(
   "first_seed",
@@ -52,39 +56,73 @@ _OUTPUT = flags.DEFINE_string(
 )
 
 
-def _evaluate(
-  output: pathlib.Path, seed: int, arguments: Sequence[str]
-) -> pathlib.Path:
-  """Runs the trial of a seed; returns its folder."""
-  folder = output / f"seed_{seed}"
-  given = [*arguments, f"--seed={seed}", f"--output={folder}"]
-  children.run_or_exit("kvjax.experiments.evaluate", given)
-  return folder
-
-
 def main(arguments: Sequence[str]) -> None:
   """Runs the trials, then compares the methods."""
+  _check(arguments)
+  shared = passed_on((host_inputs,))
+  # Of several hosts, the first one alone must be able to write, which the
+  # trials check.
+  output = (
+    pathlib.Path(_OUTPUT.value) if shared else outputs.folder(_OUTPUT.value)
+  )
+  first = _FIRST_SEED.value
+  folders = {
+    seed: output / f"seed_{seed}"
+    for seed in range(first, first + _TRIALS.value)
+  }
+  if dry_run_inputs.DRY_RUN.value:
+    _evaluate(folders[first], first, [*arguments, *shared, "--dry_run"])
+    say(f"This is the first of {_TRIALS.value} trials, which cost the same.")
+    return
+  cli.announce()
+  for seed, folder in folders.items():
+    _evaluate(folder, seed, [*arguments, *shared])
+    if not shared:
+      # What cannot be read ends the trials early.
+      run_files.find_one(folder)
+  # The trials, which had the devices, met at this place themselves.
+  host_inputs.start()
+  if multihost.is_first():
+    _report(output, [run_files.find_one(each) for each in folders.values()])
+
+
+def _evaluate(
+  folder: pathlib.Path, seed: int, arguments: Sequence[str]
+) -> None:
+  """Runs the trial of a seed."""
+  given = [*arguments, f"--seed={seed}", f"--output={folder}"]
+  children.run_or_exit("kvjax.experiments.evaluate", given)
+
+
+def _check(arguments: Sequence[str]) -> None:
+  """Refuses a margin that is none, and flags that do not go after `--`.
+
+  Raises:
+    InputError: there is one.
+  """
   if not 0 < _MARGIN.value < 100:
     raise InputError(
       f"--margin is a difference of scores above 0 and below 100; "
       f"{_MARGIN.value:g} is not."
     )
+  by_module = flags.FLAGS.flags_by_module_dict()
+  of_hosts = {flag.name for flag in by_module[host_inputs.__name__]}
   for argument in arguments:
-    if argument.lstrip("-").partition("=")[0] in ("seed", "output"):
+    name = argument.lstrip("-").partition("=")[0]
+    if name in ("seed", "output"):
       raise InputError(
         f"{argument} does not go after --: every trial has its own seed, and "
         "--output goes before."
       )
-  output = outputs.folder(_OUTPUT.value)
-  if dry_run_inputs.DRY_RUN.value:
-    _evaluate(output, _FIRST_SEED.value, [*arguments, "--dry_run"])
-    say(f"This is the first of {_TRIALS.value} trials, which cost the same.")
-    return
-  cli.announce()
-  first, runs = _FIRST_SEED.value, []
-  for seed in range(first, first + _TRIALS.value):
-    folder = _evaluate(output, seed, arguments)
-    runs.append(run_files.find_one(folder))
+    if name in of_hosts:
+      raise InputError(
+        f"{argument} does not go after --: the trials and this program are on "
+        "the same hosts; give it before."
+      )
+
+
+def _report(output: pathlib.Path, runs: Sequence[run_files.Record]) -> None:
+  """Prints the comparison of the trials and writes its files."""
   scores = scores_of(runs)
   table = compare(scores, _MARGIN.value)
   rich.console.Console(highlight=False).print(table)

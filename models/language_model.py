@@ -4,7 +4,9 @@ import dataclasses
 import functools
 from typing import Any
 
+import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PyTree
 
 from kvjax.errors import InputError
@@ -123,6 +125,22 @@ def from_decoder(decoder: Decoder) -> tuple[DecoderModel, nnx.State]:
   # The graph of a stack has no axis of layers: it also fits one layer.
   layers = tuple(nnx.graphdef(stack) for stack in decoder.layers)
   return DecoderModel(graphdef, layers, config.geometry, config), params
+
+
+def as_shapes(
+  config: DecoderConfig, dtype: DTypeLike
+) -> tuple[DecoderModel, nnx.State]:
+  """Returns the functions of a model, and its weights as shapes.
+
+  Args:
+    config: the model.
+    dtype: dtype of the weights.
+  """
+  return from_decoder(
+    nnx.eval_shape(
+      lambda: Decoder(config, dtype=jnp.dtype(dtype), rngs=nnx.Rngs(0))
+    )
+  )
 
 
 def _check_layers(layers: Layer, number: int, geometry: Geometry) -> None:

@@ -22,10 +22,9 @@ from kvjax.errors import InputError
 from kvjax.hosts import from_first, spread
 from kvjax.models.chat import Chat, as_budget
 from kvjax.models.config import DecoderConfig
-from kvjax.models.decoder import Decoder
 from kvjax.models.fields import format_value, is_number
 from kvjax.models.json_files import write_json
-from kvjax.models.language_model import DecoderModel, from_decoder
+from kvjax.models.language_model import DecoderModel, as_shapes
 from kvjax.models.orbax_files import write_checkpoint
 from kvjax.models.sharding import param_shardings
 from kvjax.models.sources import TOKEN_IDS, Source, find
@@ -344,11 +343,7 @@ def _read_decoder(
   mesh: jax.sharding.Mesh | None,
 ) -> tuple[DecoderModel, nnx.State]:
   dtype = name_dtype(source.dtype if dtype is None else dtype)
-  model, template = from_decoder(
-    nnx.eval_shape(
-      lambda: Decoder(config, dtype=jnp.dtype(dtype), rngs=nnx.Rngs(0))
-    )
-  )
+  model, template = as_shapes(config, dtype)
   shardings = None
   if mesh is not None:
     check_mesh(mesh)

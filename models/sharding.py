@@ -1,13 +1,21 @@
 """Sharding of weights over the axis "model" of a mesh."""
 
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from kvjax.kernels.mesh_axes import MODEL, Spread, spread_over, without_context
+from kvjax.kernels.mesh_axes import (
+  MODEL,
+  Spread,
+  axis_size,
+  spread_over,
+  whole,
+  without_context,
+)
 from kvjax.model import Geometry
 
 # Logical axes of every parameter by the last two parts of its path. Parameters
@@ -66,11 +74,8 @@ def param_shardings(
   sizes = without_context(mesh.shape)
 
   def shard(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
-    names = [k.key for k in path if isinstance(k, jax.tree_util.DictKey)]
-    logical = LOGICAL_AXES[".".join(str(name) for name in names[-2:])]
-    logical = (None,) * (len(leaf.shape) - len(logical)) + logical
     spec: list[Spread] = []
-    for axis, size in zip(logical, leaf.shape, strict=True):
+    for axis, size in zip(_logical(path, leaf), leaf.shape, strict=True):
       # Heads must divide, not their channels, or one would be split.
       parts = units.get(axis or "", size)
       is_whole = axis not in SHARDED
@@ -78,3 +83,48 @@ def param_shardings(
     return NamedSharding(mesh, PartitionSpec(*spec))
 
   return jax.tree_util.tree_map_with_path(shard, template)
+
+
+class Copies(NamedTuple):
+  """What the devices along "model" have of weights beyond an even share.
+
+  Attributes:
+    axes: logical axes that could not be shared out over all of them.
+    bytes: bytes of a device, of the weights that have these axes.
+  """
+
+  axes: frozenset[str]
+  bytes: int
+
+
+def copies(template: nnx.State, geometry: Geometry, mesh: Mesh) -> Copies:
+  """Finds the weights that several devices along "model" have.
+
+  Arguments are those of `param_shardings`.
+  """
+  sizes = without_context(mesh.shape)
+  parts = axis_size(whole(MODEL, sizes), sizes)
+  shardings = param_shardings(template, geometry, mesh)
+  axes, more = set(), 0
+  leaves = jax.tree_util.tree_leaves_with_path(template)
+  for (path, leaf), sharding in zip(
+    leaves, jax.tree.leaves(shardings), strict=True
+  ):
+    logical = _logical(path, leaf)
+    copied = {
+      axis
+      for axis, spread in zip(logical, sharding.spec, strict=True)
+      if axis in SHARDED and axis_size(spread, sizes) < parts
+    }
+    if copied:
+      axes |= copied
+      own = math.prod(sharding.shard_shape(leaf.shape))
+      more += (own - leaf.size // parts) * leaf.dtype.itemsize
+  return Copies(frozenset(axes), more)
+
+
+def _logical(path: tuple[Any, ...], leaf: Any) -> tuple[str | None, ...]:
+  """Returns the logical axes of a parameter."""
+  names = [k.key for k in path if isinstance(k, jax.tree_util.DictKey)]
+  logical = LOGICAL_AXES[".".join(str(name) for name in names[-2:])]
+  return (None,) * (len(leaf.shape) - len(logical)) + logical

@@ -16,9 +16,10 @@ from jaxtyping import Array, Float
 
 from kvjax import files, hosts
 from kvjax.errors import InputError
+from kvjax.experiments import exits
 from kvjax.experiments.finetuning import documents, training
 from kvjax.experiments.reference.progress import Checkpoints, Progress
-from kvjax.experiments.run import multihost, typed_records
+from kvjax.experiments.run import multihost, preemption, typed_records
 from kvjax.experiments.run.claiming import claim
 from kvjax.experiments.run.progress_bar import step_bar
 from kvjax.models import lora
@@ -28,6 +29,8 @@ from kvjax.models.pretrained import Pretrained
 from kvjax.prompts import Prompts
 
 _RUN = "run.json"
+# What the first host says of the line of an epoch's end.
+_LOGGED = b"logged"
 _SAVE_EVERY = 100
 # Steps between reads of the loss; reading waits for the asynchronous step.
 _SHOW_EVERY = 5
@@ -109,13 +112,20 @@ class Tuner:
     self._log_path = output / "log.jsonl"
 
   def run(self) -> None:
-    """Takes the remaining steps, with a log line per epoch."""
-    multihost.on_first(self._drop_log_lines)
-    if self.state.total == 0:
+    """Takes the remaining steps, with a log line per epoch.
+
+    Raises:
+      exits.StoppedError: a host got SIGTERM; the steps are saved.
+    """
+    logged = multihost.from_first(self._drop_log_lines) == _LOGGED
+    if self.state.total % self._epoch_steps == 0 and not logged:
       self._log()
     left = range(self.state.total, self._schedule.steps)
     logging.info("Starting after step %d of %d", left.start, left.stop)
-    with step_bar("finetuning", left) as show:
+    with (
+      step_bar("finetuning", left) as show,
+      preemption.Preemption() as preempted,
+    ):
       began = time.monotonic()
       for _ in left:
         loss = self._step()
@@ -128,15 +138,31 @@ class Tuner:
           )
         if done % _SHOW_EVERY == 0:
           show(done, float(loss))
+        stops = preempted.reached()
         epoch_ends = done % self._epoch_steps == 0
-        if epoch_ends or done % _SAVE_EVERY == 0:
+        if epoch_ends or done % _SAVE_EVERY == 0 or stops:
           loss.block_until_ready()
           self.state = self.state.spent(time.monotonic() - began)
+          self._save()
+          if stops:
+            raise exits.StoppedError(self._stopped())
+          preempted.saved()
           if epoch_ends:
             self._log()
-          self._checkpoints.save(self.state)
-          logging.info("Saved a checkpoint after step %d", done)
           began = time.monotonic()
+
+  def _save(self) -> None:
+    self._checkpoints.save(self.state)
+    logging.info("Saved a checkpoint after step %d", self.state.total)
+
+  def _stopped(self) -> str:
+    """Says that the run has been ended, on the first host."""
+    if not multihost.is_first():
+      return ""
+    return (
+      f"Stopped; step {self.state.total} of {self._schedule.steps} is saved, "
+      "and the same command goes on from there."
+    )
 
   def merged(self) -> tuple[DecoderModel, nnx.State]:
     """Merges the adapters into the model's weights."""
@@ -194,14 +220,17 @@ class Tuner:
         flush=True,
       )
 
-  def _drop_log_lines(self) -> None:
+  def _drop_log_lines(self) -> bytes:
     """Drops log lines that a killed run wrote after its last checkpoint.
+
+    Returns:
+      `_LOGGED` if the last line is of this checkpoint.
 
     Raises:
       InputError: the log has lines that no run has written.
     """
     if not is_present(self._log_path):
-      return
+      return b""
     lines = read_text(self._log_path).splitlines(keepends=True)
     # Without a checkpoint, the first line is also written again.
     last = self.state.total or -1
@@ -211,6 +240,7 @@ class Tuner:
       if line.endswith("\n") and self._steps(line, number) <= last
     ]
     files.write_text(self._log_path, "".join(kept))
+    return _LOGGED if kept and self._steps(kept[-1], len(kept)) == last else b""
 
   def _steps(self, line: str, number: int) -> int:
     try:

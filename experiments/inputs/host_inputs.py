@@ -9,7 +9,7 @@ import warnings
 
 import jax
 import rich.console
-from absl import flags
+from absl import flags, logging
 
 from kvjax.errors import InputError, InputWarning
 from kvjax.experiments import exits
@@ -97,6 +97,9 @@ def start() -> None:
     warnings.simplefilter("ignore", InputWarning)
     _silence_output()
   _check_flags()
+  if not multihost.is_first():
+    # It is a flag, too.
+    logging.set_verbosity(logging.ERROR)
 
 
 def console() -> rich.console.Console:
@@ -156,23 +159,24 @@ def _give_up() -> None:
 
 def _not_met(error: Exception | None) -> str:
   """Says why the hosts have not met: an error, or the time is over."""
-  if _COORDINATOR.value is None:
-    return (
-      "--multihost finds the other hosts by itself on TPU slices and in Slurm "
-      "and MPI jobs; elsewhere, give --coordinator=ADDRESS:PORT, --hosts and "
-      "--host."
+  given = _COORDINATOR.value is not None
+  at = f" at --coordinator={_COORDINATOR.value}" if given else ""
+  if error is None:
+    start = (
+      f"start all {_HOSTS.value}, with the address of host 0"
+      if given
+      else "start all hosts of the slice or job, with the same command"
     )
-  address = f"--coordinator={_COORDINATOR.value}"
-  if error is not None:
-    reason, *_ = str(error).splitlines() or [""]
-    return (
-      f"The hosts cannot meet at {address}: {reason.strip().rstrip('.')}; "
-      f"start all {_HOSTS.value}, each with its own --host."
-    )
-  return (
-    f"The hosts have not met at {address} within {_WAIT.value} s; start all "
-    f"{_HOSTS.value}, with the address of host 0."
+    return f"The hosts have not met{at} within {_WAIT.value} s; {start}."
+  reason, *_ = str(error).splitlines() or [""]
+  advice = (
+    f"start all {_HOSTS.value}, each with its own --host"
+    if given
+    else "--multihost finds the other hosts by itself on TPU slices and in "
+    "Slurm and MPI jobs; elsewhere, give --coordinator=ADDRESS:PORT, --hosts "
+    "and --host"
   )
+  return f"The hosts cannot meet{at}: {reason.strip().rstrip('.')}; {advice}."
 
 
 def _check_flags() -> None:

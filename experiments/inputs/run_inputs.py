@@ -19,7 +19,9 @@ from kvjax.experiments.inputs.number_lists import parse_numbers
 from kvjax.experiments.run import multihost, results, tuned_tables
 from kvjax.kernels.mesh_axes import CONTEXT
 from kvjax.models import catalog
+from kvjax.models.language_model import as_shapes
 from kvjax.models.pretrained import DTYPES
+from kvjax.models.sharding import copies
 from kvjax.models.sources import find
 
 DEFAULT = "smollm2-135m-instruct"
@@ -117,11 +119,16 @@ def span_hosts() -> None:
     return
   if _MESH.value is None:
     flags.FLAGS["mesh"].value = f"data:{jax.device_count()}"
-  elif not parse_mesh(_MESH.value).is_multi_process:
+  elif not mesh_spans_hosts():
     raise InputError(
       f"--mesh={_MESH.value} has devices of one host, and this program works "
       f"on all hosts together; give a mesh of all {jax.device_count()} devices."
     )
+
+
+def mesh_spans_hosts() -> bool:
+  """Whether --mesh has devices of several hosts."""
+  return _MESH.value is not None and parse_mesh(_MESH.value).is_multi_process
 
 
 @contextlib.contextmanager
@@ -144,26 +151,40 @@ def chosen_table() -> Iterator[None]:
 def _split(mesh: jax.sharding.Mesh) -> jax.sharding.Mesh:
   """Splits the axis "model" for the model's KV heads, and warns of copies."""
   config = find(MODEL.value).config()
-  kv_heads = config.num_kv_heads
-  split = split_mesh(mesh, kv_heads)
-  # With "context", pages of any heads are shared out, or a plan's warning says
-  # that they cannot be.
-  if split is mesh or CONTEXT in mesh.shape:
-    return split
-  size, parts = mesh.shape["model"], split.shape["model"]
-  # Of a token: keys and values of the heads that others have, too.
-  head = 2 * config.num_layers * config.head_dim * jnp.dtype(dtype()).itemsize
-  more = round(head * kv_heads * (1 / parts - 1 / size))
-  warnings.warn(
-    f"The axis 'model' of --mesh has {size} devices, which {kv_heads} KV heads "
-    f"cannot be shared out over: groups of {size // parts} devices have the "
-    f"same {kv_heads // parts}. Those of a cache that cannot be in pages, such "
-    f"as one that evicts while decoding, take {more:,} bytes more per cached "
-    "token of each device.",
-    InputWarning,
-    stacklevel=2,
-  )
+  split = split_mesh(mesh, config.num_kv_heads)
+  model, weights = as_shapes(config, dtype())
+  copied = copies(weights, model.geometry, split)
+  if copied.axes:
+    whole = {
+      "kv_heads": f"{config.num_kv_heads} KV heads",
+      "heads": f"{config.num_heads} query heads",
+      "mlp": "the MLP",
+      "vocab": f"a vocabulary of {config.vocab_size:,}",
+    }
+    names = " and ".join(whole[a] for a in whole if a in copied.axes)
+    warnings.warn(
+      f"The {mesh.shape['model']} devices of the axis 'model' of --mesh cannot "
+      f"share out {names} evenly: some have the same, so that each takes "
+      f"{copied.bytes:,} bytes of weights more{_more_per_token(mesh, split)}.",
+      InputWarning,
+      stacklevel=2,
+    )
   return split
+
+
+def _more_per_token(mesh: jax.sharding.Mesh, split: jax.sharding.Mesh) -> str:
+  """Says what a device takes of keys and values that others have, too."""
+  config = find(MODEL.value).config()
+  # With "context", a plan's warning says what cannot be shared out.
+  if split is mesh or CONTEXT in mesh.shape:
+    return ""
+  head = 2 * config.num_layers * config.head_dim * jnp.dtype(dtype()).itemsize
+  parts = 1 / split.shape["model"] - 1 / mesh.shape["model"]
+  more = round(head * config.num_kv_heads * parts)
+  return (
+    f", and {more:,} per cached token where the cache cannot be in pages, as "
+    "when it evicts while decoding"
+  )
 
 
 def _kernels(

@@ -28,7 +28,7 @@ from kvjax.experiments.papers.findings import Findings, Scale, Subject
 from kvjax.experiments.papers.setup_samples import Sources, draw, prompts
 from kvjax.experiments.report import wording, writing
 from kvjax.experiments.report.pictures import png
-from kvjax.experiments.run import outputs, results, runner
+from kvjax.experiments.run import multihost, outputs, results, runner
 from kvjax.experiments.run.candidates import FULL, Candidate, candidates
 from kvjax.experiments.run.forecast import Forecast
 from kvjax.experiments.tasks import passkey, suite
@@ -195,7 +195,8 @@ def compare(
     return None
   run = runner.answer(planned.job, began)
   run.summary["about"] = dict(planned.drawn.about)
-  writing.write_run(planned.job.folder, run.summary)
+  if multihost.is_first():
+    writing.write_run(planned.job.folder, run.summary)
   compared = compare_to_paper(
     comparison, planned.scale, planned.cells, run.answers
   )

@@ -12,11 +12,12 @@ def run_or_exit(module: str, arguments: Sequence[str]) -> None:
   """Runs a program on the same terminal; see `run`.
 
   Raises:
-    SystemExit: it failed, with its own message.
+    SystemExit: it failed, with its own message; a signal that ended it counts
+      as shells count it, 128 and its number.
   """
   code, _ = run(module, arguments)
   if code:
-    raise SystemExit(code)
+    raise SystemExit(code if code > 0 else 128 - code)
 
 
 def run(

@@ -9,6 +9,7 @@ from absl import logging
 
 from kvjax import files
 from kvjax.errors import InputError
+from kvjax.experiments.run import multihost
 from kvjax.experiments.run.line_files import check_writable
 
 # The records that survive if another file of the run cannot be written.
@@ -70,7 +71,12 @@ def write_text(path: pathlib.Path, text: str, kept: str = "") -> None:
 
 
 def write_bytes(path: pathlib.Path, content: bytes, kept: str = "") -> None:
-  """Writes a file atomically, and its folder if needed; see `write_text`."""
+  """Writes a file atomically, and its folder if needed; see `write_text`.
+
+  Of several hosts, only the first one writes.
+  """
+  if not multihost.is_first():
+    return
   again = f"; the {kept} are kept, and the same command goes on from there"
   try:
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -12,10 +12,9 @@ from jax.sharding import Mesh
 
 from kvjax.errors import InputError
 from kvjax.models.config import DecoderConfig
-from kvjax.models.decoder import Decoder
 from kvjax.models.features import text_fields
 from kvjax.models.json_files import read_json
-from kvjax.models.language_model import DecoderModel, from_decoder
+from kvjax.models.language_model import DecoderModel, as_shapes
 from kvjax.models.sharding import param_shardings
 from kvjax.registry.naming import suggest
 
@@ -94,11 +93,7 @@ class Published:
       layers: number of layers, the first ones.
     """
     config = self.config(layers)
-    model, params = from_decoder(
-      nnx.eval_shape(
-        lambda: Decoder(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
-      )
-    )
+    model, params = as_shapes(config, jnp.bfloat16)
     places = param_shardings(params, model.geometry, mesh)
     return model, jax.tree.map(
       lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),

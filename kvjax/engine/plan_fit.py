@@ -2,11 +2,17 @@
 
 from collections.abc import Iterable
 
+import jax
+import jax.numpy as jnp
+from jaxtyping import PyTree
+
+from kvjax.cache.layers import KV_DTYPES
 from kvjax.cache.sharding import context_size, heads_fill_mesh
 from kvjax.engine.layer_budgets import compressed_layers, kv_heads
 from kvjax.engine.plans import Plan
 from kvjax.engine.rerotation import check_rotary
 from kvjax.errors import InputError, warn
+from kvjax.kernels.mesh_axes import MODEL, axis_size, spread_over, whole
 from kvjax.model import Geometry, Model
 from kvjax.names import name_of
 from kvjax.prompts import Prompts
@@ -76,13 +82,17 @@ def warn_without_request(plans: Iterable[Plan], prompts: Prompts) -> None:
       return
 
 
-def check_context_axis(model: Model, plan: Plan, padded: int) -> None:
+def check_context_axis(
+  model: Model, params: PyTree, plan: Plan, padded: int
+) -> None:
   """Checks what the axis "context" of the mesh shares out.
 
-  A warning says if its devices will all have the same cache.
+  A warning says if its devices will all have the same cache, and what that
+  takes.
 
   Args:
     model: the model.
+    params: its weights.
     plan: the plan.
     padded: tokens that prompts are padded to.
 
@@ -112,8 +122,28 @@ def check_context_axis(model: Model, plan: Plan, padded: int) -> None:
     warn(
       f"The {devices} devices of the axis 'context' will all have the same "
       f"cache: {max(heads)} KV heads cannot be shared out over 'model' and "
-      "'context' together, and this plan's cache is not in pages."
+      "'context' together, and this plan's cache is not in pages, so that each "
+      f"device takes {_copied_bytes(model, params, plan):,} bytes more per "
+      "cached token."
     )
+
+
+def _copied_bytes(model: Model, params: PyTree, plan: Plan) -> int:
+  """Bytes of a token's keys and values that other devices have, too.
+
+  It is what a device has beyond an even share of all layers of full attention.
+  """
+  sizes = jax.sharding.get_abstract_mesh().shape
+  stored = plan.kv_dtype and KV_DTYPES[plan.kv_dtype]
+  dtype = jnp.dtype(stored or jax.tree.leaves(params)[0].dtype)
+  share = 1 / axis_size(whole(MODEL, sizes), sizes)
+  numbers = 0.0
+  for spec in model.geometry.layers:
+    if spec.compressible:
+      heads = kv_heads(plan, spec)
+      own = 1 / axis_size(spread_over(MODEL, [heads], sizes), sizes)
+      numbers += heads * (spec.key_dim + spec.value_width) * (own - share)
+  return round(numbers * dtype.itemsize)
 
 
 def _warn_of_windows(plan: Plan, geometry: Geometry) -> None:

@@ -82,7 +82,7 @@ def prefill(
   check_context(model, max_span(plan, prompts.known_lengths, block))
   check_tokens(model, prompts.tokens, prompts.known_lengths)
   check_plan(model, plan)
-  check_context_axis(model, plan, prompts.tokens.shape[1])
+  check_context_axis(model, params, plan, prompts.tokens.shape[1])
   check_protected(plan, prompts, model.geometry)
   return prefill_blocks(model, params, prompts, plan)
 
@@ -118,7 +118,7 @@ def sweep(
     >>> [int(cache.lengths.max()) for cache in caches]
     [2, 3]
   """
-  plans = _check_sweep(model, prompts, plans)
+  plans = _check_sweep(model, params, prompts, plans)
   swept = sweep_prompts(model, params, prompts, plans, _required(plans))
   return swept.caches, swept.logits
 
@@ -141,7 +141,7 @@ def measured_sweep(
     >>> measured.nll.shape
     (2,)
   """
-  plans = _check_sweep(model, prompts, plans)
+  plans = _check_sweep(model, params, prompts, plans)
   evaluations = dict.fromkeys(map(Evaluation.of, plans))
   requested = Requested(likelihood=True, scores=tuple(evaluations))
   return sweep_prompts(model, params, prompts, plans, requested)
@@ -164,7 +164,7 @@ def _required(plans: Sequence[Plan]) -> Requested:
 
 
 def _check_sweep(
-  model: Model, prompts: Prompts, plans: Iterable[Plan]
+  model: Model, params: PyTree, prompts: Prompts, plans: Iterable[Plan]
 ) -> tuple[Plan, ...]:
   """Checks the arguments of `sweep`; returns the plans."""
   check_model(model)
@@ -181,7 +181,7 @@ def _check_sweep(
   check_tokens(model, prompts.tokens, prompts.known_lengths)
   for plan in plans:
     check_plan(model, plan)
-    check_context_axis(model, plan, prompts.tokens.shape[1])
+    check_context_axis(model, params, plan, prompts.tokens.shape[1])
   warn_without_request(plans, prompts)
   return plans
 

@@ -5,14 +5,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax.typing import DTypeLike
 
 from kvjax.errors import InputError
 from kvjax.models.adapters.parameters import Stored
 from kvjax.models.config import DecoderConfig
-from kvjax.models.decoder import Decoder
-from kvjax.models.language_model import from_decoder
+from kvjax.models.language_model import as_shapes
 from kvjax.models.pretrained import Pretrained, name_dtype
 from kvjax.models.sharding import LOGICAL_AXES, param_shardings
 from kvjax.models.tokenizer import Tokenizer
@@ -48,11 +46,7 @@ def assemble(
   if dtype is None:
     dtype = jnp.result_type(find("embed_tokens.embedding", ())).name
   dtype = name_dtype(dtype)
-  model, template = from_decoder(
-    nnx.eval_shape(
-      lambda: Decoder(config, dtype=jnp.dtype(dtype), rngs=nnx.Rngs(0))
-    )
-  )
+  model, template = as_shapes(config, dtype)
   leaves, structure = jax.tree_util.tree_flatten_with_path(template)
   places: list[Any] = [None] * len(leaves)
   if mesh is not None:

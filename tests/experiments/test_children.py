@@ -75,3 +75,10 @@ def test_what_is_printed_is_shown_or_kept(program, capfd):
   assert capfd.readouterr().out == "shown\n"
   assert children.run(name, ["kept"], keep=True) == (3, "kept\n")
   assert not capfd.readouterr().out
+
+
+def test_a_program_that_aborts_ends_with_the_code_that_shells_show(program):
+  """As one does that JAX ends because another host is gone."""
+  with pytest.raises(SystemExit) as failed:
+    children.run_or_exit(program("import os\nos.abort()"), [])
+  assert failed.value.code == 134

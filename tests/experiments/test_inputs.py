@@ -11,6 +11,7 @@ from kvjax import InputError, InputWarning
 from kvjax.cache.sharding import parse_mesh
 from kvjax.experiments.inputs import run_inputs
 from kvjax.models import catalog
+from kvjax.models.config import DecoderConfig
 
 
 @pytest.mark.parametrize(
@@ -60,9 +61,71 @@ def test_copies_of_kv_heads_are_warned_of_in_bytes(monkeypatch):
   assert fields["num_key_value_heads"] == 2
   width = fields["hidden_size"] // fields["num_attention_heads"]
   token = 2 * fields["num_hidden_layers"] * width * 2
-  more = f"{token * 2 // 2 - token * 2 // 4} bytes more per cached token of"
-  with pytest.warns(InputWarning, match=f"groups of 2 devices .* {more}"):
+  # What computes them is twice there, too: two matrices of a layer, and biases.
+  weights = 2 * fields["num_hidden_layers"] * (fields["hidden_size"] + 1)
+  weights *= 2 * width * 2
+  assert fields["vocab_size"] % 4 == fields["intermediate_size"] % 4 == 0
+  with pytest.warns(InputWarning) as warned:
     mesh = run_inputs._split(parse_mesh("model:4"))
+  assert [str(each.message) for each in warned] == [
+    "The 4 devices of the axis 'model' of --mesh cannot share out 2 KV heads "
+    "evenly: some have the same, so that each takes "
+    f"{weights // 2 - weights // 4:,} bytes of weights more, and "
+    f"{token * 2 // 2 - token * 2 // 4} per cached token where the cache cannot "
+    "be in pages, as when it evicts while decoding."
+  ]
   assert dict(mesh.shape) == {"data": 1, "model": 2, "group": 2}
   whole = parse_mesh("data:2,model:2")
   assert run_inputs._split(whole) is whole
+
+
+# Of a model with 6 query heads of 4 numbers, an MLP of 8, and 2 layers.
+KV, QUERY, MLP = 2 * 2 * 6 * 2 * 4, 2 * 2 * 6 * 6 * 4, 2 * 3 * 6 * 8
+TOKEN = 2 * 2 * 2 * 4 * 2
+
+
+@pytest.mark.parametrize(
+  ("mesh", "names", "more"),
+  [
+    ("model:2", "a vocabulary of 15", f"{2 * 6 * 15 // 2} bytes of weights"),
+    (
+      "context:2,model:2",
+      "a vocabulary of 15",
+      f"{2 * 6 * 15 // 2} bytes of weights",
+    ),
+    (
+      "model:3",
+      "2 KV heads and the MLP",
+      f"{2 * 2 * (KV + MLP) // 3} bytes of weights more, and "
+      f"{round(TOKEN * 2 / 3)} per cached token",
+    ),
+    (
+      "model:4",
+      "2 KV heads and 6 query heads and a vocabulary of 15",
+      f"{(KV + QUERY) // 2 + 2 * (90 - 90 // 4)} bytes of weights more, and "
+      f"{TOKEN // 4} per cached token",
+    ),
+  ],
+)
+def test_copies_of_weights_are_warned_of_in_bytes(
+  monkeypatch, mesh, names, more
+):
+  config = DecoderConfig.from_hf(
+    {
+      "model_type": "llama",
+      **{"vocab_size": 15, "hidden_size": 6, "intermediate_size": 8},
+      **{"num_hidden_layers": 2, "num_attention_heads": 6, "head_dim": 4},
+      **{"num_key_value_heads": 2, "tie_word_embeddings": True},
+      **{"rms_norm_eps": 1e-5, "max_position_embeddings": 64},
+    }
+  )
+  source = types.SimpleNamespace(config=lambda: config)
+  monkeypatch.setattr(run_inputs, "MODEL", types.SimpleNamespace(value=""))
+  monkeypatch.setattr(run_inputs, "find", lambda name: source)
+  monkeypatch.setattr(run_inputs, "dtype", lambda: "bfloat16")
+  with pytest.warns(InputWarning) as warned:
+    run_inputs._split(parse_mesh(mesh))
+  (message,) = [str(each.message) for each in warned]
+  assert f"cannot share out {names} evenly" in message
+  assert f"takes {more}" in message
+  assert ("per cached token" in message) == ("per cached token" in more)

@@ -5,11 +5,13 @@ import os
 import shutil
 import signal
 import socket
+import threading
 import time
+import warnings
 
 import jax
 import pytest
-from absl import flags
+from absl import flags, logging
 from absl.testing import flagsaver
 from two_hosts import start
 
@@ -127,7 +129,6 @@ def test_a_run_that_has_lost_a_host_goes_on(
   assert f"{len(before)} from before" in " ".join(ended[0][0].split())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("preempted", [0, 1])
 def test_a_preempted_host_ends_all_with_the_code_of_a_restart(
   tiny_directory, tmp_path, port, preempted
@@ -292,24 +293,33 @@ def test_a_port_that_is_in_use_is_named(refusal, address):
   )
 
 
-@pytest.mark.parametrize("host", [0, 1])
-def test_what_jax_refuses_at_once_is_no_matter_of_time(monkeypatch, port, host):
+@pytest.fixture
+def pod_flags():
+  """Flags of a host of a pod, which JAX finds the others of."""
+  if not flags.FLAGS.is_parsed():
+    flags.FLAGS(["test"])
+  with flagsaver.as_parsed(multihost="true", host_timeout="9"):
+    yield
+
+
+@pytest.fixture
+def refusing(monkeypatch):
+  """Lets JAX refuse to connect hosts."""
+
   def refuse(*given, **options):
     del given, options
     raise RuntimeError("INVALID_ARGUMENT: no such task.\nFurther lines")
 
   monkeypatch.setattr(jax.distributed, "initialize", refuse)
-  if not flags.FLAGS.is_parsed():
-    flags.FLAGS(["test"])
+
+
+@pytest.mark.parametrize("host", [0, 1])
+def test_what_jax_refuses_at_once_is_no_matter_of_time(
+  pod_flags, refusing, port, host
+):
   address = f"127.0.0.1:{port}"
   with (
-    flagsaver.as_parsed(
-      multihost="true",
-      coordinator=address,
-      hosts="2",
-      host=str(host),
-      host_timeout="9",
-    ),
+    flagsaver.as_parsed(coordinator=address, hosts="2", host=str(host)),
     pytest.raises(InputError) as refused,
   ):
     host_inputs.start()
@@ -317,6 +327,79 @@ def test_what_jax_refuses_at_once_is_no_matter_of_time(monkeypatch, port, host):
     f"The hosts cannot meet at --coordinator={address}: INVALID_ARGUMENT: no "
     "such task; start all 2, each with its own --host."
   )
+
+
+def test_what_jax_refuses_on_a_pod_is_quoted(pod_flags, refusing):
+  with pytest.raises(InputError) as refused:
+    host_inputs.start()
+  assert str(refused.value) == (
+    "The hosts cannot meet: INVALID_ARGUMENT: no such task; --multihost finds "
+    "the other hosts by itself on TPU slices and in Slurm and MPI jobs; "
+    "elsewhere, give --coordinator=ADDRESS:PORT, --hosts and --host."
+  )
+
+
+@pytest.mark.parametrize(
+  ("given", "sentence"),
+  [
+    (
+      {},
+      "The hosts have not met within 1 s; start all hosts of the slice or "
+      "job, with the same command.",
+    ),
+    (
+      {"coordinator": "10.0.0.1:8476", "hosts": "2", "host": "1"},
+      "The hosts have not met at --coordinator=10.0.0.1:8476 within 1 s; start "
+      "all 2, with the address of host 0.",
+    ),
+  ],
+  ids=["pod", "coordinator"],
+)
+def test_hosts_that_wait_in_vain_say_for_how_long(
+  pod_flags, monkeypatch, capsys, given, sentence
+):
+  ended = threading.Event()
+  codes = []
+
+  def end(code):
+    codes.append(code)
+    ended.set()
+
+  def wait(*given, **options):
+    del given, options
+    assert ended.wait(60)
+
+  monkeypatch.setattr(os, "_exit", end)
+  monkeypatch.setattr(jax.distributed, "initialize", wait)
+  monkeypatch.setattr(host_inputs, "_check_flags", lambda: None)
+  with flagsaver.as_parsed(host_timeout="1", **given):
+    host_inputs.start()
+  assert codes == [2]
+  assert capsys.readouterr().err == f"{sentence}\n"
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_only_the_first_host_logs_more_than_errors(
+  pod_flags, monkeypatch, first
+):
+  monkeypatch.setattr(jax.distributed, "initialize", lambda *a, **o: None)
+  monkeypatch.setattr(multihost, "is_first", lambda: first)
+  monkeypatch.setattr(host_inputs, "_silence_output", lambda: None)
+  given = []
+  monkeypatch.setattr(
+    host_inputs, "_check_flags", lambda: given.append(logging.get_verbosity())
+  )
+  before = logging.get_verbosity()
+  logging.set_verbosity(logging.INFO)
+  try:
+    with warnings.catch_warnings():
+      host_inputs.start()
+    shown = logging.INFO if first else logging.ERROR
+    assert logging.get_verbosity() == shown
+    # The flag is compared as it was given.
+    assert given == [logging.INFO]
+  finally:
+    logging.set_verbosity(before)
 
 
 def test_one_host_shares_with_nobody():

@@ -1,6 +1,7 @@
 """Two hosts train together what one trains; a lost one is made up for."""
 
 import json
+import re
 import signal
 import time
 
@@ -36,6 +37,15 @@ def log(output):
   return [{**line, "seconds": 0} for line in lines]
 
 
+def newest(output):
+  """The step of the newest checkpoint that is complete, or 0."""
+  # Orbax names what is complete by the number alone.
+  names = [path.name for path in output.glob("checkpoints/*")]
+  return max(
+    (int(name) // 256 for name in names if name.isdecimal()), default=0
+  )
+
+
 def assert_same(output, expected):
   """Sums in another order differ in their last digits."""
   for ours, theirs in zip(log(output), log(expected), strict=True):
@@ -50,7 +60,6 @@ def assert_same(output, expected):
       np.testing.assert_allclose(found[tensor], value, atol=1e-4)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
   "mesh", [[], ["--mesh=data:4"], ["--mesh=data:2,model:2"]]
 )
@@ -105,6 +114,47 @@ def test_training_that_has_lost_a_host_goes_on(
   assert len(log(two)) == 13
   for ours, theirs in zip(log(two), log(one), strict=True):
     assert ours == theirs | {"nll": pytest.approx(theirs["nll"], rel=1e-3)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("preempted", [0, 1])
+def test_a_preempted_host_lets_both_save_their_last_step(
+  tiny_directory, documents, tmp_path, port, preempted
+):
+  given = (f"--model={tiny_directory}", f"--documents={documents}")
+  given = (*given, "--epochs=200", "--verbosity=0")
+  for path in documents.iterdir():
+    # More than a hundred steps make an epoch, whose end is saved.
+    path.write_text(path.read_text() * 25)
+  output = tmp_path / "out"
+  hosts = [
+    start(
+      *(*FLAGS, *given),
+      **{"host": host, "port": port, "output": output, "program": "finetune"},
+    )
+    for host in range(2)
+  ]
+  try:
+    while "The first step" not in (line := hosts[0].stderr.readline()):
+      assert line, hosts[0].communicate()
+    # Until the other one has taken it, too.
+    time.sleep(1)
+    hosts[preempted].terminate()
+    ended = [process.communicate(timeout=300) for process in hosts]
+  finally:
+    for process in hosts:
+      process.kill()
+  assert hosts[0].returncode == 143, ended
+  # JAX aborts those who have lost the coordinator, which is host 0.
+  assert hosts[1].returncode in (143, -signal.SIGABRT), ended
+  said = re.search(r"step (\d+) of (\d+) is saved", ended[0][1])
+  assert said, ended
+  step, steps = map(int, said.groups())
+  assert newest(output) == step < steps
+  # The first one alone says so, and logs.
+  assert "Saved a checkpoint" in ended[0][1]
+  assert "Saved a checkpoint" not in ended[1][1]
+  assert "is saved" not in ended[1][1]
 
 
 @pytest.mark.slow

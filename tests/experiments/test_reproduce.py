@@ -22,6 +22,12 @@ def test_alone_it_lists_every_experiment(binary):
   assert "kvjax has no" in result.stdout
 
 
+def test_hosts_meet_before_anything_is_on_a_device(binary, port):
+  here = f"--coordinator=127.0.0.1:{port}"
+  result = binary("--multihost", here, "--hosts=1", "--host=0")
+  assert result.returncode == 0, result.stderr
+
+
 def test_an_analysis_runs_and_what_cannot_be_says_why(
   binary, tiny_directory, tmp_path
 ):

@@ -126,9 +126,17 @@ def test_queries_to_score_by_are_where_the_weights_compute_them(
 def test_a_warning_says_that_devices_have_the_same_cache():
   with (
     jax.set_mesh(parse_mesh("context:4")),
-    pytest.warns(InputWarning, match="2 KV heads cannot be shared out over"),
+    pytest.warns(
+      InputWarning, match="2 KV heads cannot be shared out over"
+    ) as w,
   ):
     answers.__wrapped__("quest")
+  # Keys and values of 2 heads in 2 layers, in full instead of a quarter.
+  spec = TinyModel().geometry.layers[0]
+  token = 2 * 2 * (spec.key_dim + spec.value_width) * 4
+  assert len(TinyModel().geometry.layers) == 2
+  (message,) = {str(each.message) for each in w}
+  assert f"takes {token - token // 4} bytes more per cached token." in message
 
 
 def test_blocks_are_refused():

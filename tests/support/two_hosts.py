@@ -20,9 +20,9 @@ print(json.dumps({name}(*sys.argv[3:])))
 def start(*arguments, host, port, output, cwd=None, program="evaluate"):
   """Starts a host of two, with two CPU devices each."""
   return start_python(
-    *("-m", f"kvjax.experiments.{program}", *arguments),
+    *("-m", f"kvjax.experiments.{program}"),
     *("--multihost", f"--coordinator=127.0.0.1:{port}"),
-    *("--hosts=2", f"--host={host}", f"--output={output}"),
+    *("--hosts=2", f"--host={host}", f"--output={output}", *arguments),
     devices=2,
     cwd=cwd,
   )

@@ -17,8 +17,12 @@ Scorer = Callable[[LayerCache, Activations], PyTree[Array]]
 
 def scorer_of(method: Method) -> Scorer:
   """Returns the scores of a method as a function of a layer's cache."""
-  layer = jnp.zeros((), jnp.int32)
-  return lambda cache, activations: method.evaluate(layer, cache, activations)
+
+  def score(cache: LayerCache, activations: Activations) -> PyTree[Array]:
+    # Not before: hosts meet before anything is on a device.
+    return method.evaluate(jnp.zeros((), jnp.int32), cache, activations)
+
+  return score
 
 
 def seconds_of(

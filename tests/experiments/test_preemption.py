@@ -1,0 +1,148 @@
+"""SIGTERM comes while a training has steps that are not saved."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax.experiments import exits
+from kvjax.experiments.finetuning import training
+from kvjax.experiments.finetuning.tuner import Recipe, Tuner
+from kvjax.experiments.run import multihost, preemption
+from kvjax.prompts import Prompts
+
+# Three steps make an epoch.
+PARTS = Prompts.of([[5, 6, 7]] * 5, training.QUERIES)
+RECIPE = Recipe(2, ("q",), 4, 1e-2, 2, 0)
+PROGRAM = """
+import sys, time
+from kvjax.experiments import cli, exits
+from kvjax.experiments.run.preemption import Preemption
+
+def main():
+  with Preemption() as preempted:
+    assert not preempted.reached()
+    if "save" in sys.argv:
+      preempted.saved()
+    print("ready", flush=True)
+    # Longer than other programs may go on for.
+    time.sleep(3)
+    if preempted.reached():
+      raise exits.StoppedError("Saved.")
+
+cli.run_on_arguments(lambda arguments: main())
+"""
+
+
+@pytest.fixture
+def take_steps(monkeypatch):
+  """Lets steps only add one; in the one with this number, SIGTERM comes."""
+
+  def patch(preempted):
+    taken = []
+
+    def take(model, schedule, adapter, moments, *rest):
+      del model, schedule, rest
+      taken.append(None)
+      if len(taken) == preempted:
+        os.kill(os.getpid(), signal.SIGTERM)
+      adapter = jax.tree.map(lambda leaf: leaf + 1, adapter)
+      return adapter, moments, jnp.zeros(())
+
+    monkeypatch.setattr(training, "train_step", take)
+    monkeypatch.setattr(training, "measure", lambda *given: jnp.ones(()))
+
+  return patch
+
+
+def started(output, lm):
+  return Tuner(output, lm, PARTS, RECIPE, {})
+
+
+# The second one ends an epoch.
+@pytest.mark.parametrize("preempted", [2, 3])
+def test_a_training_saves_its_last_step_and_goes_on_from_there(
+  tiny, tmp_path, take_steps, preempted
+):
+  before = signal.getsignal(signal.SIGTERM)
+  run = started(tmp_path, tiny)
+  take_steps(preempted)
+  with pytest.raises(exits.StoppedError) as stopped:
+    run.run()
+  assert signal.getsignal(signal.SIGTERM) == before
+  assert str(stopped.value) == (
+    f"Stopped; step {preempted} of 12 is saved, and the same command goes on "
+    "from there."
+  )
+  resumed = started(tmp_path, tiny)
+  assert resumed.state.total == preempted
+  jax.tree.map(
+    np.testing.assert_array_equal, run.state.params, resumed.state.params
+  )
+  take_steps(None)
+  resumed.run()
+  lines = map(json.loads, (tmp_path / "log.jsonl").read_text().splitlines())
+  assert [line["epoch"] for line in lines] == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("saves", [False, True])
+def test_only_unsaved_work_postpones_the_end(saves):
+  command = [sys.executable, "-c", PROGRAM, *["save"][: int(saves)]]
+  with subprocess.Popen(
+    command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+  ) as process:
+    assert process.stdout.readline() == "ready\n"
+    process.terminate()
+    began = time.monotonic()
+    _, said = process.communicate(timeout=60)
+    elapsed = time.monotonic() - began
+  assert process.returncode == 143
+  assert said == ("Stopped.\n" if saves else "Saved.\n")
+  assert (elapsed < 2.5) == saves
+
+
+@pytest.fixture
+def two_hosts(monkeypatch):
+  """Lets another host answer; yields its answers, and what it was asked."""
+  answers, asked = [], []
+
+  def gather(payload):
+    asked.append(json.loads(payload))
+    return [payload, json.dumps(answers.pop(0)).encode()]
+
+  monkeypatch.setattr(multihost, "count", lambda: 2)
+  monkeypatch.setattr(multihost, "gather", gather)
+  return answers, asked
+
+
+def test_hosts_are_asked_every_few_seconds_of_the_slower_ones_steps(
+  two_hosts, monkeypatch
+):
+  now = iter(range(100))
+  monkeypatch.setattr(preemption.time, "monotonic", lambda: next(now))
+  answers, asked = two_hosts
+  # At first steps take 60 s, with their compilation, later 1.5 s.
+  answers += [[False, 60.0], [False, 1.5], [True, 1.5]]
+  with preemption.Preemption() as preempted:
+    reached = [preempted.reached() for _ in range(5)]
+  assert reached == [False, False, False, False, True]
+  assert len(asked) == 3
+  assert not any(came for came, _ in asked)
+
+
+def test_what_comes_to_one_host_reaches_all_after_the_same_step(two_hosts):
+  answers, asked = two_hosts
+  answers += [[False, 9.0], [False, 9.0]]
+  with preemption.Preemption() as preempted:
+    assert not preempted.reached()
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert preempted.reached()
+  assert [came for came, _ in asked] == [False, True]
+  assert not exits.POSTPONED.is_set()
