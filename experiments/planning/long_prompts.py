@@ -79,8 +79,6 @@ class Case:
 
 
 CASES = (
-  Case("v5e-8", "model:8", 131_072, "full", 1.0),
-  Case("v5e-8", "model:8", 131_072, "ada/snapkv", 0.25),
   Case("v5e-64", "context:8,model:8", 131_072, "keydiff", 0.25),
   Case("v5p-32", "context:4,model:4", 131_072, "snapkv", 0.25),
   Case("v5e-64", "context:8,model:8", 1_048_576, "keydiff", 0.0625),

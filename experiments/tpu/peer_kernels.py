@@ -1,4 +1,4 @@
-"""Kernels of JAX and tokamax that could attend to the pages of a packed cache.
+"""Kernels of JAX that could attend to the pages of a packed cache.
 
 A KV head of a row is a sequence of its own to them, with a list of pages, as
 heads keep different numbers of tokens. They are only compiled: see
@@ -16,17 +16,22 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
+from kvjax import kernels
 from kvjax.experiments.tpu.chips import Chip
 from kvjax.experiments.tpu.programs import Lowered, Program
+from kvjax.kernels.attention.options import PLAIN
+from kvjax.kernels.paged_attention.decoding import decode_attention
 from kvjax.kernels.paged_attention.specs import SPECS
 from kvjax.kernels.programs import Platform
 from kvjax.kernels.quantized import Quantized, stored
 
 _OPS = "jax.experimental.pallas.ops"
-_TOKAMAX = "tokamax._src.ops.batched_rpa.kernel"
 _KV_HEADS = 8
 # Pages that one step of a kernel copies.
 _TOGETHER = 32
+# A stack of layers of a cache with equally many slots for all heads.
+OURS_IN_STACKS = "decode_attention"
+_LAYERS, _SLOTS, _GROUP, _DIM = 4, 32_768, 4, 128
 
 _Shape = jax.ShapeDtypeStruct
 
@@ -69,18 +74,36 @@ def peer_programs(platform: Platform) -> Iterator[Program]:
       yield Program("kernel", name, spec.name, lower)
 
 
+def stack_programs() -> Iterator[Program]:
+  """Yields attention of a token to a layer of a stack on GPUs, ours first."""
+  name = f"a layer of {_LAYERS}, {_KV_HEADS} x {_SLOTS:,} slots"
+  for kernel, attend in (
+    (OURS_IN_STACKS, _ours_in_stacks),
+    ("JAX, decode_attention", _stacks_gpu),
+  ):
+    lower = functools.partial(_lowered, attend, _stack_shapes())
+    yield Program("kernel", kernel, name, lower)
+
+
 def _lower(peer: _Peer, operands: tuple[_Shape, ...], chip: Chip) -> Lowered:
+  return _lowered(peer.attend, _shapes(operands, peer.joined), chip)
+
+
+def _lowered(attend: Callable[[Any], Any], given: Any, chip: Chip) -> Lowered:
+  """Lowers a function of some shapes for one device."""
   place = NamedSharding(chip.lone, PartitionSpec())
-  cache = jax.tree.map(
-    lambda x: _Shape(x.shape, x.dtype, sharding=place),
-    _shapes(operands, peer.joined),
+  given = jax.tree.map(
+    lambda x: _Shape(x.shape, x.dtype, sharding=place), given
   )
-  with jax.set_mesh(chip.lone), warnings.catch_warnings():
+  with (
+    jax.set_mesh(chip.lone),
+    kernels.use("pallas", platform=chip.platform),
+    warnings.catch_warnings(),
+  ):
     # JAX's kernels for GPUs are deprecated.
     warnings.simplefilter("ignore", DeprecationWarning)
     # Use a new function: a cached trace may be for another chip.
-    traced = jax.jit(lambda given: peer.attend(given)).trace(cache)
-    return Lowered.of(traced)
+    return Lowered.of(jax.jit(lambda arrays: attend(arrays)).trace(given))
 
 
 def _shapes(operands: tuple[_Shape, ...], joined: bool) -> _Cache:
@@ -142,25 +165,6 @@ def _ragged_tpu(cache: _Cache) -> Any:
   )
 
 
-def _batched_tpu(cache: _Cache) -> Any:
-  wrapper = importlib.import_module(f"{_TOKAMAX}.wrapper")
-  configs = importlib.import_module(f"{_TOKAMAX}.configs")
-  sequences, _, dim = cache.queries.shape
-  pages = stored(cache.keys)
-  # The token's own key and value, which it is told not to read.
-  new = jnp.zeros((sequences, 1, dim), pages.dtype)
-  return wrapper.ragged_paged_attention(
-    *(cache.queries, new, new, pages, cache.lengths + 1),
-    cache.lists.reshape(-1),
-    jnp.arange(sequences + 1, dtype=jnp.int32),
-    jnp.full((3,), sequences, jnp.int32),
-    sm_scale=dim**-0.5,
-    skip_kv_update=True,
-    attention_scope=configs.AttentionScope.CACHE_ONLY,
-    return_lse=True,
-  )
-
-
 def _paged_gpu(cache: _Cache) -> Any:
   kernel = importlib.import_module(f"{_OPS}.gpu.paged_attention")
   scales = [
@@ -174,12 +178,57 @@ def _paged_gpu(cache: _Cache) -> Any:
   )
 
 
+class _Stack(NamedTuple):
+  """Layers of a cache.
+
+  Attributes:
+    queries: of a token, [1, N, 1, D].
+    keys: [L, 1, K, T, D].
+    values: likewise.
+    position: of the token, [1, 1].
+    positions: of the slots, [1, K, T].
+    layer: index of the layer, [].
+  """
+
+  queries: Any
+  keys: Any
+  values: Any
+  position: Any
+  positions: Any
+  layer: Any
+
+
+def _stack_shapes() -> _Stack:
+  slots = (1, _KV_HEADS, _SLOTS)
+  stack = _Shape((_LAYERS, *slots, _DIM), jnp.bfloat16)
+  return _Stack(
+    _Shape((1, _KV_HEADS * _GROUP, 1, _DIM), jnp.bfloat16),
+    stack,
+    stack,
+    _Shape((1, 1), jnp.int32),
+    _Shape(slots, jnp.int32),
+    _Shape((), jnp.int32),
+  )
+
+
+def _ours_in_stacks(stack: _Stack) -> Any:
+  *arrays, layer = stack
+  return decode_attention(*arrays, PLAIN, layer)
+
+
+def _stacks_gpu(stack: _Stack) -> Any:
+  kernel = importlib.import_module(f"{_OPS}.gpu.decode_attention")
+  keys, values = (x[stack.layer, 0] for x in (stack.keys, stack.values))
+  lengths = jnp.sum(stack.positions[0] >= 0, axis=-1, dtype=jnp.int32)
+  queries = stack.queries.reshape(_KV_HEADS, _GROUP, _DIM)
+  return kernel.mqa(queries, keys, values, None, lengths, return_residuals=True)
+
+
 _PEERS: Mapping[Platform, Mapping[str, _Peer]] = {
   "tpu": {
     "JAX, paged_attention": _Peer(_paged_tpu),
     "JAX, ragged_paged_attention": _Peer(_ragged_tpu),
     "JAX, ragged_paged_attention, joined": _Peer(_ragged_tpu, joined=True),
-    "tokamax, batched_rpa, joined": _Peer(_batched_tpu, joined=True),
   },
   "gpu": {"JAX, paged_attention": _Peer(_paged_gpu)},
 }

@@ -1,13 +1,14 @@
-"""The table of docs/performance.md: kernels for pages beside those of others.
+"""The table of docs/performance.md: our kernels for decoding beside JAX's.
 
     make peer-kernels
 
-compiles our `paged_attention` and the kernels of JAX and tokamax for a v5e and
+compiles our attention to cached tokens and JAX's kernels for it, for a v5e and
 an H100 that need not be there, and writes the table into the page, from the
 root of the repository.
 """
 
 import pathlib
+import textwrap
 from collections.abc import Iterator
 
 import jax
@@ -19,35 +20,44 @@ from kvjax.experiments.report.wording import NOTHING, mib
 from kvjax.experiments.run.progress_bar import progress_bar
 from kvjax.experiments.tpu import chips
 from kvjax.experiments.tpu.kernel_programs import kernel_programs
-from kvjax.experiments.tpu.peer_kernels import peer_programs
+from kvjax.experiments.tpu.peer_kernels import (
+  OURS_IN_STACKS,
+  peer_programs,
+  stack_programs,
+)
 from kvjax.experiments.tpu.programs import Outcome, Program, compiled
 from kvjax.kernels.programs import Platform
 
 PAGE = pathlib.Path("docs", "performance.md")
 PART = "peer_kernels"
 _OPERATION = "paged_attention"
+_OURS = (_OPERATION, OURS_IN_STACKS)
 _CHIPS: dict[Platform, str] = {"tpu": "v5e", "gpu": "h100"}
+# Characters of a compiler's message.
+_MOST = 90
 _HEADER = ("chip", "pages", "kernel", "arguments", "temporary", "VMEM", "moved")
 
 
 def programs_of(platform: Platform) -> list[Program]:
-  """Lists our kernel and its peers, those of a size together."""
+  """Lists our kernels and their peers, those of a size together."""
   ours = [x for x in kernel_programs(platform) if x.name == _OPERATION]
   peers = list(peer_programs(platform))
-  return [
+  paged = [
     each
     for own in ours
     for each in (own, *(peer for peer in peers if peer.shapes == own.shapes))
   ]
+  return paged + (list(stack_programs()) if platform == "gpu" else [])
 
 
 def line(outcome: Outcome) -> tuple[str, ...]:
   """Formats what a kernel takes, or why it does not compile."""
   program, chip, footprint = outcome.program, outcome.chip, outcome.footprint
-  ours = program.name == _OPERATION
-  named = (chip.name, program.shapes, "kvjax" if ours else program.name)
+  kernel = "kvjax" if program.name in _OURS else program.name
+  named = (chip.name, program.shapes, kernel)
   if footprint is None:
-    return (*named, f"`{outcome.fault}`", *[NOTHING] * 3)
+    fault = textwrap.shorten(outcome.fault or "", _MOST, placeholder=" ...")
+    return (*named, f"`{fault}`", *[NOTHING] * 3)
   # What is counted as moved is not true of programs for GPUs.
   tpu = chip.platform == "tpu"
   return (
