@@ -115,7 +115,8 @@ def _shapes(operands: tuple[_Shape, ...], joined: bool) -> _Cache:
   both = (2,) if joined else ()
   pages: Any = _Shape((batch * count, page, *both, dim), keys.dtype)
   if keys.dtype == jnp.int8:
-    pages = Quantized(pages, _Shape((*pages.shape[:-1], 1), scales.dtype))
+    scale: Any = _Shape((*pages.shape[:-1], 1), scales.dtype)
+    pages = Quantized(pages, scale)
   return _Cache(
     _Shape((sequences, heads // _KV_HEADS, dim), queries.dtype),
     pages,
@@ -212,8 +213,12 @@ def _stack_shapes() -> _Stack:
 
 
 def _ours_in_stacks(stack: _Stack) -> Any:
-  *arrays, layer = stack
-  return decode_attention(*arrays, PLAIN, layer)
+  return decode_attention(
+    *(stack.queries, stack.keys, stack.values),
+    *(stack.position, stack.positions),
+    PLAIN,
+    stack.layer,
+  )
 
 
 def _stacks_gpu(stack: _Stack) -> Any:
