@@ -13,6 +13,7 @@
 #   make test-gpu run the tests that compile for GPUs
 #   make test-adapters  run the tests with packages of other models, and faiss
 #   make peers    set up kvpress in .peers, for benchmark_peers
+#   make peer-kernels  compile our kernels beside those of JAX
 #   make clean    remove .venv and the caches
 # ARGS is passed on: make demo ARGS="--samples=8", make test ARGS="-k cache".
 
@@ -29,7 +30,7 @@ MISSING := kvjax needs Python 3.12 or newer with venv and pip, and found none \
   with PYTHON=/path/to/python
 
 .PHONY: demo leaderboard test lint format docs tpu-compile gpu-compile plan \
-  device-check test-tpu test-gpu test-adapters peers clean
+  device-check test-tpu test-gpu test-adapters peers peer-kernels clean
 
 demo: $(READY)
 	@$(BIN)/python -m kvjax.experiments.compare $(ARGS)
@@ -101,6 +102,10 @@ test-adapters: .adapters/.ready
 	  tests/experiments/test_index_construction.py
 
 peers: .peers/.ready
+
+peer-kernels: .libtpu/.ready .cuda/.ready
+	@PYTHONPATH=.libtpu:.cuda JAX_PLATFORMS=cpu \
+	  $(BIN)/python -m kvjax.experiments.tpu.peer_table
 
 clean:
 	@rm -rf .venv .docs .libtpu .cuda .adapters .peers .mypy_cache \
