@@ -15,8 +15,8 @@ of the full cache by --margin points or more. The program writes DIR/trials.md
 and DIR/trials.json.
 
 Trials take minutes to hours, as long as that many evaluations. --dry_run,
-before the `--`, says what the first one costs. With `--multihost`, before `--`, hosts
-that run the same command share the contexts of every trial.
+before the `--`, says what the first one costs. With `--multihost`, before `--`,
+hosts that run the same command share the contexts of every trial.
 
 An observation is the mean score of a trial over its tasks. That is our reading:
 Chari and Van Durme (arXiv 2507.08143) report a p-value of 20 trials without
@@ -74,7 +74,8 @@ def main(arguments: Sequence[str]) -> None:
     _evaluate(folders[first], first, [*arguments, *shared, "--dry_run"])
     say(f"This is the first of {_TRIALS.value} trials, which cost the same.")
     return
-  cli.announce()
+  if not shared:
+    cli.announce()
   for seed, folder in folders.items():
     _evaluate(folder, seed, [*arguments, *shared])
     if not shared:

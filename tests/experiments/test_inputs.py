@@ -71,8 +71,8 @@ def test_copies_of_kv_heads_are_warned_of_in_bytes(monkeypatch):
     "The 4 devices of the axis 'model' of --mesh cannot share out 2 KV heads "
     "evenly: some have the same, so that each takes "
     f"{weights // 2 - weights // 4:,} bytes of weights more, and "
-    f"{token * 2 // 2 - token * 2 // 4} per cached token where the cache cannot "
-    "be in pages, as when it evicts while decoding."
+    f"{token * 2 // 2 - token * 2 // 4} per cached token where the cache "
+    "cannot be in pages, as when it evicts while decoding."
   ]
   assert dict(mesh.shape) == {"data": 1, "model": 2, "group": 2}
   whole = parse_mesh("data:2,model:2")
