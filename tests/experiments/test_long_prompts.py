@@ -14,7 +14,6 @@ from kvjax.experiments.tpu.engine_programs import lower_decode, lower_prefill
 
 ROOT = pathlib.Path(__file__).parents[2]
 PAGE = (ROOT / long_prompts.PAGE).read_text(encoding="utf-8")
-MIB = 2**20
 LAYERS = 2
 
 
@@ -62,7 +61,7 @@ def test_a_packed_cache_takes_less_of_a_device_than_a_full_one():
   assert taken[0].cache < 0.26 * taken[1].cache
 
 
-# Eight KV heads on sixteen devices; and the page's own.
+# Eight KV heads on sixteen devices, and on sixty-four that share out tokens.
 UNEVEN = Case("v5e-16", "model:16", 32_768, "full", 1.0)
 SHARED = Case("v5e-64", "context:8,model:8", 131_072, "full", 1.0)
 
@@ -97,8 +96,3 @@ def test_what_is_kept_takes_its_share_of_a_device(full, copies):
   layer = copies * slot / LAYERS * full.tokens / devices
   assert of_kept[0] < of_full[0] + 4 * layer
   assert of_kept[1] < of_full[1] + layer
-  if kept in CASES:
-    page = printed(kept)
-    for kind, found in zip(HEADER[5:], of_kept, strict=True):
-      temporary = page[kind] - page["weights"] - page["cache"]
-      assert found == pytest.approx(temporary * MIB, rel=0.05, abs=2 * MIB)
