@@ -149,11 +149,7 @@ def _compile(
   """Compiles the programs that answer the first question, for all groups."""
   first = prefilled[groups[0][0]]
   prompts = [of_context[0] for of_context in contexts]
-  request = Request(
-    _questions(first.cache, prompts, shape) if shape.question else first.logits,
-    _decoding(lm, prompts),
-    seeds=_seeds(first.cache, prompts),
-  )
+  request = _request(lm, first.cache, first.logits, prompts, shape)
   caches = [[prefilled[index].cache for index in group] for group in groups]
   compile_generation(lm.model, lm.params, caches, request)
 
@@ -259,14 +255,15 @@ class _Joined:
     """Answers a question of each context; keeps the turn if turns stay."""
     # Renumbered tokens count from what was kept: only the difference is tokens.
     start = hosts.read(self.cache.next_positions) if self.stays else 0
+    request = _request(lm, self.cache, self.logits, prompts, shape)
     turn = kvjax.generate(
       lm.model,
       lm.params,
       self.cache,  # donated, if the turn is kept
-      _questions(self.cache, prompts, shape) if shape.question else self.logits,
-      _decoding(lm, prompts),
+      request.prompts,
+      request.decoding,
       keep=self.stays,
-      seeds=_seeds(self.cache, prompts),
+      seeds=request.seeds,
     )
     if self.stays:
       assert turn.cache is not None
@@ -336,6 +333,26 @@ def _groups(
     kvjax.group_caches(caches, padding),
     key=lambda group: sum(caches[index].nbytes for index in group),
   )
+
+
+def _request(
+  lm: Pretrained,
+  cache: kvjax.Cache,
+  logits: Float[Array, "B V"],
+  prompts: Sequence[Prompt],
+  shape: Shape,
+) -> Request:
+  """What rows of a cache are asked for: a question of each context.
+
+  Args:
+    lm: the model.
+    cache: the cache.
+    logits: logits after the contexts, which are continued without questions.
+    prompts: the questions, which repeat for the caches that are joined.
+    shape: see `Shape`.
+  """
+  asked = _questions(cache, prompts, shape) if shape.question else logits
+  return Request(asked, _decoding(lm, prompts), seeds=_seeds(cache, prompts))
 
 
 def _decoding(lm: Pretrained, prompts: Sequence[Prompt]) -> kvjax.Decoding:

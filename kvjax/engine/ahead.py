@@ -5,8 +5,9 @@ a hundred programs for its first layer, and would wait for one after another.
 """
 
 import os
+import sys
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -19,6 +20,10 @@ from kvjax.hosts import is_traced
 _compiled: weakref.WeakKeyDictionary[Any, set[int]] = (
   weakref.WeakKeyDictionary()
 )
+
+
+# Each program that is compiled takes memory of its own.
+_MOST_THREADS = 16
 
 
 class Call(NamedTuple):
@@ -41,10 +46,16 @@ class Call(NamedTuple):
   def key(self) -> int:
     """A hash that calls of the function share if one program is for all."""
     leaves, structure = jax.tree.flatten(dict(self.arrays))
-    shapes = tuple((jnp.shape(x), jnp.result_type(x)) for x in leaves)
+    shapes = tuple(map(_shape, leaves))
     mesh = jax.sharding.get_abstract_mesh()
     static = tuple(self.static.items())
     return hash((mesh, structure, shapes, static))
+
+
+def _shape(leaf: Any) -> Hashable:
+  """What a program depends on of an array."""
+  sharding = leaf.sharding if getattr(leaf, "committed", False) else None
+  return jnp.shape(leaf), jnp.result_type(leaf), sharding
 
 
 def compile_together(calls: Iterable[Call]) -> None:
@@ -57,20 +68,26 @@ def compile_together(calls: Iterable[Call]) -> None:
     calls: the calls; each is dropped before the next is asked for, so that
       their arrays need not be in memory together.
   """
-  if jax.process_count() > 1:
+  if jax.process_count() > 1 or is_traced(jnp.zeros(())):
     return
   futures: list[Future[Any]] = []
-  with ThreadPoolExecutor(os.cpu_count()) as pool:
+  with ThreadPoolExecutor(_threads()) as pool:
     try:
       for call in calls:
-        if is_traced(dict(call.arrays)):
-          return
         key, known = call.key(), _compiled.setdefault(call.program, set())
         if key not in known:
           lowered = call.program.lower(**call.arrays, **call.static)
           futures.append(pool.submit(lowered.compile))
           known.add(key)
+        del call
       for future in futures:
         future.result()
     finally:
       pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _threads() -> int:
+  """Cores that this process may use, within a limit."""
+  if sys.platform == "linux":
+    return min(len(os.sched_getaffinity(0)), _MOST_THREADS)
+  return min(os.cpu_count() or 1, _MOST_THREADS)

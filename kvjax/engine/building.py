@@ -30,6 +30,7 @@ from kvjax.engine.compress import (
   select_layer,
 )
 from kvjax.engine.prepared import LayerProgram, PreparedPlan
+from kvjax.hosts import is_traced
 from kvjax.model import LayerSpec, Model
 from kvjax.placement import is_on_host
 
@@ -100,11 +101,11 @@ class CacheBuilder:
     # For each kind, the index of its stack and the number of layers in it.
     self._filled: dict[_Kind, tuple[int, int]] = {}
 
-  def keep(self, layer: int, source: "Source") -> None:
+  def keep(self, layer: int, source: Source) -> None:
     """Compresses a layer and writes it into its stack."""
     self.write(layer, self.select(layer, source))
 
-  def selection(self, layer: int, source: "Source") -> Call | None:
+  def selection_call(self, layer: int, source: Source) -> Call | None:
     """What selects the slots to keep; None if no row evicts anything."""
     if self._prepared.keeps_all[layer]:
       return None
@@ -125,9 +126,9 @@ class CacheBuilder:
       dict(evaluation=Evaluation.of(self._prepared.plan)),
     )
 
-  def select(self, layer: int, source: "Source") -> LayerInputs:
+  def select(self, layer: int, source: Source) -> LayerInputs:
     """Selects the slots to keep, and returns all that `write` needs."""
-    selection, evaluated = self.selection(layer, source), source.evaluated
+    selection, evaluated = self.selection_call(layer, source), source.evaluated
     retrieves = self._kind(layer).program.retrieval is not None
     return LayerInputs(
       np.int32(layer),
@@ -137,20 +138,21 @@ class CacheBuilder:
       jnp.asarray(self._prepared.num_keys) if retrieves else None,
     )
 
-  def allocation(self, layer: int, inputs: LayerInputs) -> Call | None:
+  def allocation_call(self, layer: int, inputs: LayerInputs) -> Call | None:
     """What allocates the stack that a layer needs; None if there is one."""
     kind = self._kind(layer)
     count = self._kinds.count(kind)
     # A layer alone is its own stack, without zeros to write it into.
     if kind in self._filled or count == 1:
       return None
-    shape = _shape(self._model, self._kind(layer).program, inputs)
+    shape = _shape(self._model, kind.program, inputs)
     return Call(_empty_stack, {}, dict(shape=shape, count=count))
 
-  def writing(self, layer: int, inputs: LayerInputs) -> Call:
+  def writing_call(self, layer: int, inputs: LayerInputs) -> Call:
     """What compresses a layer, and writes it if it has a stack."""
-    static = dict(model=self._model, program=self._kind(layer).program)
-    place = self._filled.get(self._kind(layer))
+    kind = self._kind(layer)
+    static = dict(model=self._model, program=kind.program)
+    place = self._filled.get(kind)
     if place is None:
       return Call(keep_single, dict(inputs=inputs), static)
     stack, index = place
@@ -162,15 +164,19 @@ class CacheBuilder:
 
   def allocate(self, layer: int, inputs: LayerInputs) -> None:
     """Allocates the stack that a layer needs, if there is none yet."""
-    allocation = self.allocation(layer, inputs)
+    allocation = self.allocation_call(layer, inputs)
     if allocation is not None:
       self._filled[self._kind(layer)] = len(self._stacks), 0
-      self._stacks.append(allocation())
+      self._stacks.append(_commit_like(inputs.activations.keys, allocation()))
+
+  def has_stack(self, layer: int) -> bool:
+    """Whether a layer of the same kind has been kept."""
+    return self._kind(layer) in self._filled
 
   def write(self, layer: int, inputs: LayerInputs) -> None:
     """Compresses a layer and writes it into its stack."""
     self.allocate(layer, inputs)
-    written = self.writing(layer, inputs)()
+    written = self.writing_call(layer, inputs)()
     kind = self._kind(layer)
     # Layers come in order, so places are those of `ranks(order)`.
     stack, index = self._filled.get(kind, (len(self._stacks), 0))
@@ -197,30 +203,43 @@ class CacheBuilder:
 
 
 def keep_all(
-  layer: int, keeping: Sequence[tuple[CacheBuilder, Source]], *, first: bool
+  layer: int, keeping: Sequence[tuple[CacheBuilder, Source]]
 ) -> None:
-  """Compresses a layer by many plans.
+  """Compresses a layer by many plans, whose programs are compiled together.
 
   Args:
     layer: index of the layer in the model.
     keeping: the builders, and what they keep.
-    first: whether no layer of its kind was kept yet: programs are then compiled
-      together.
   """
-  if not first or len(keeping) == 1:
+  # Layers of one kind share programs.
+  known = all(builder.has_stack(layer) for builder, _ in keeping)
+  if known or len(keeping) == 1:
     for builder, source in keeping:
       builder.keep(layer, source)
     return
   compile_together(
-    _present(b.selection(layer, source) for b, source in keeping)
+    _present(b.selection_call(layer, source) for b, source in keeping)
   )
   selected = [(b, b.select(layer, source)) for b, source in keeping]
-  compile_together(_present(b.allocation(layer, x) for b, x in selected))
+  compile_together(_present(b.allocation_call(layer, x) for b, x in selected))
   for builder, inputs in selected:
     builder.allocate(layer, inputs)
-  compile_together(b.writing(layer, inputs) for b, inputs in selected)
+  compile_together(b.writing_call(layer, inputs) for b, inputs in selected)
   for builder, inputs in selected:
     builder.write(layer, inputs)
+
+
+def _commit_like(keys: Array, stack: Layer) -> Layer:
+  """Commits a stack to its device if the keys to write are committed to it.
+
+  The first layer would have a program of its own otherwise.
+  """
+  if is_traced(keys) or not keys.committed or len(keys.devices()) > 1:
+    return stack
+  committed: Layer = jax.tree.map(
+    lambda leaf: jax.device_put(leaf, leaf.sharding), stack
+  )
+  return committed
 
 
 def _present(calls: Iterable[Call | None]) -> Iterator[Call]:

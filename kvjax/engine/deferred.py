@@ -158,7 +158,6 @@ class Deferred:
     self, waiting: Sequence[tuple[Plan, CacheBuilder, HeadCounts]]
   ) -> None:
     """Compresses all layers; each is freed as soon as its caches are made."""
-    first = True
     for number in list(self._layers):
       layer = self._layers.pop(number)
       activations = layer.activations.only(())
@@ -173,8 +172,7 @@ class Deferred:
         )
         for plan, builder, counts in waiting
       ]
-      keep_all(number, keeping, first=first)
-      first = False
+      keep_all(number, keeping)
 
 
 def replay_of(evaluation: Evaluation) -> Replay | None:

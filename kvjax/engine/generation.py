@@ -86,11 +86,22 @@ def compile_generation(
     for group in groups:
       turn = check_request(model, group[0], request)
       if turn.prepared is None and not any(map(needs_one_program, group)):
-        joined = jax.eval_shape(lambda *caches: stack(caches), *group)
+        joined = _shapes_joined(group)
         yield generation(model, params, joined, turn.repeated(len(group)))
 
   if len(groups) > 1:
     compile_together(calls())
+
+
+def _shapes_joined(group: Sequence[Cache]) -> Cache:
+  """Shapes of caches that are joined, on the device that they are bound to."""
+  first = group[0].next_positions
+  sharding = first.sharding if first.committed else None
+  joined: Cache = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+    jax.eval_shape(lambda *caches: stack(caches), *group),
+  )
+  return joined
 
 
 def _program(

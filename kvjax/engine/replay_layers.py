@@ -124,7 +124,7 @@ class Pass(NamedTuple):
   hows: tuple[How, ...]
 
   def run(self, hidden: Float[Array, "B R E"]) -> list[Scores]:
-    """Scores the chunk in every layer, and runs those that this takes."""
+    """Runs the layers up to the last that evicts; scores the chunk in each."""
     scores: list[Scores] = [()] * len(self.hows)
     kept = needs_states_again((hidden, self.stacks))
     run = _replay_layer if kept else _replay_layer_once
@@ -254,7 +254,7 @@ def score(
     how: see `How`.
     found: the result of `attend`.
     gradients: `ReplayedChunk.gradients`, for replays that depend on them.
-    residual: hidden states before the layer, likewise.
+    residual: hidden states before the layer, for replays that divide by them.
   """
   if not how.spec.compressible:
     return ()

@@ -190,7 +190,7 @@ class _Sweep:
       (builder, Source(bare, find_evaluated(self._plans[index], evaluations)))
       for index, builder in self._builders.items()
     ]
-    keep_all(layer, keeping, first=first)
+    keep_all(layer, keeping)
     # Scores are computed, so optional activations are no longer needed.
     self._deferred.add(layer, activations, later, evaluations)
 

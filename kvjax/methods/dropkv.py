@@ -8,6 +8,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.activations import Activations
 from kvjax.cache.layers import LayerCache
+from kvjax.errors import InputError
 from kvjax.methods.base import ScoringMethod
 from kvjax.methods.heads import window_weights
 from kvjax.methods.snapkv import pool
@@ -47,6 +48,11 @@ class DropKV(ScoringMethod):
     super().__post_init__()
     check_least(self, window=1, epsilon=0)
     check_odd(self, "kernel")
+    if self.match_bf16 and not self.epsilon:
+      raise InputError(
+        "With match_bf16, epsilon must be above 0: p may be 1, and p / (1 - p) "
+        "infinite."
+      )
 
   @property
   def traits(self) -> Traits:

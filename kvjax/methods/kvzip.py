@@ -16,7 +16,7 @@ from kvjax.methods.base import ScoringMethod
 from kvjax.methods.heads import by_kv_head
 from kvjax.methods.replay import Divisor, Replay, Weight
 from kvjax.methods.traits import Traits
-from kvjax.options.bounds import check_least
+from kvjax.options.bounds import check_least, check_used
 
 Level = Literal["model", "layer", "head"]
 
@@ -69,6 +69,8 @@ class KVzip(ScoringMethod):
   def __post_init__(self) -> None:
     super().__post_init__()
     check_least(self, chunk=1, overlap=0, sinks=0)
+    if self.weight != "output":
+      check_used(self, "weight", "divisor")
 
   @property
   def traits(self) -> Traits:

@@ -12,7 +12,7 @@ from kvjax.kernels.attention.options import PLAIN, AttentionOptions
 from kvjax.struct import static, struct
 
 Weight = Literal["attention", "output", "gradient"]
-# What KVzip+ divides by the norm of.
+# KVzip+ divides by the norm of this.
 Divisor = Literal["input", "residual"]
 
 # Logits per query head in memory at once.

@@ -1,6 +1,7 @@
 """Programs of a sweep and of its answers are compiled together."""
 
 import threading
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,19 +16,43 @@ from kvjax.testing import TinyModel
 METHODS = "keydiff", "snapkv", "adakv", "pyramidkv", "h2o"
 
 
+class Compiled(NamedTuple):
+  """A program that was compiled, and the thread that did it."""
+
+  program: str
+  thread: str
+
+
 @pytest.fixture
 def compiled():
-  """Names of the threads that compile."""
-  threads: list[str] = []
+  """What is compiled, in order."""
+  found: list[Compiled] = []
 
-  def listener(event: str, duration: float, **_: object) -> None:
+  def listener(event: str, duration: float, **given: object) -> None:
     del duration
     if event == "/jax/core/compile/backend_compile_duration":
-      threads.append(threading.current_thread().name)
+      thread = threading.current_thread().name
+      found.append(Compiled(str(given["fun_name"]), thread))
 
   jax.monitoring.register_event_duration_secs_listener(listener)
-  yield threads
+  yield found
   jax.monitoring.unregister_event_duration_listener(listener)
+
+
+def programs(compiled, *, ahead):
+  """Names of the programs of a sweep that were compiled ahead, or not."""
+  of_sweep = {
+    "evaluate_layer",
+    "select_layer",
+    "_empty_stack",
+    "keep_layer",
+    "generate_and_discard",
+  }
+  return [
+    each.program
+    for each in compiled
+    if (each.thread != "MainThread") == ahead and each.program in of_sweep
+  ]
 
 
 def doubled(count):
@@ -41,7 +66,7 @@ def test_calls_find_their_programs_compiled(compiled):
   del compiled[:]
   compile_together(calls)
   assert len(compiled) == 2
-  assert "MainThread" not in compiled
+  assert "MainThread" not in {each.thread for each in compiled}
   assert [call().tolist() for call in calls] == [[0, 2, 4], [0, 3, 6]]
   assert len(compiled) == 2
 
@@ -66,13 +91,18 @@ def test_programs_are_compiled_at_the_same_time(monkeypatch):
       del arrays
       return Lowered()
 
-  monkeypatch.setattr(ahead.os, "cpu_count", lambda: 2)
+  monkeypatch.setattr(ahead, "_threads", lambda: 2)
   compile_together(Call(Program(), {}, {}) for _ in range(2))
 
 
-def test_what_fails_to_compile_says_so_and_stops_the_rest():
+def test_what_fails_to_compile_says_so_and_stops_the_rest(monkeypatch):
+  tried = []
+  listed = threading.Event()
+
   class Lowered:
     def compile(self):
+      listed.wait(60)
+      tried.append(self)
       raise ValueError("too large")
 
   class Program:
@@ -80,8 +110,15 @@ def test_what_fails_to_compile_says_so_and_stops_the_rest():
       del arrays
       return Lowered()
 
+  def calls():
+    yield from (Call(Program(), {}, {}) for _ in range(8))
+    listed.set()
+
+  monkeypatch.setattr(ahead, "_threads", lambda: 1)
   with pytest.raises(ValueError, match="too large"):
-    compile_together(Call(Program(), {}, {}) for _ in range(2))
+    compile_together(calls())
+  # The thread may have begun another one meanwhile.
+  assert len(tried) < 8
 
 
 def test_hosts_compile_one_after_another(monkeypatch, compiled):
@@ -92,21 +129,27 @@ def test_hosts_compile_one_after_another(monkeypatch, compiled):
   assert not compiled
 
 
-def test_nothing_is_compiled_within_another_program():
+def test_nothing_is_compiled_within_another_program(compiled):
+  inner = jax.jit(lambda: jnp.arange(4.0))
+
   @jax.jit
   def outer(x):
-    call = Call(jax.jit(lambda x: x + 1), {"x": x}, {})
-    compile_together([call])
-    return call()
+    compile_together([Call(inner, {}, {})])
+    return x + inner()[1]
 
   assert float(outer(1.0)) == 2
+  assert [each.program for each in compiled if each.program == "<lambda>"] == []
 
 
-def test_a_sweep_and_its_answers_compile_nothing_twice(compiled):
+@pytest.mark.parametrize("committed", [False, True])
+def test_a_sweep_and_its_answers_compile_nothing_twice(compiled, committed):
   model = TinyModel()
   params = model.init(seed=1)
+  if committed:
+    params = jax.device_put(params, jax.devices()[0])
   # Sizes that no other test has.
-  prompts = kvjax.Prompts.of([list(range(1, 39)), list(range(1, 24))], 44)
+  width = 45 if committed else 44
+  prompts = kvjax.Prompts.of([list(range(1, 39)), list(range(1, 24))], width)
   plans = [
     kvjax.get_plan(name, kvjax.Retention(share))
     for name in METHODS
@@ -114,16 +157,17 @@ def test_a_sweep_and_its_answers_compile_nothing_twice(compiled):
   ]
   del compiled[:]
   caches, _ = kvjax.sweep(model, params, prompts, plans)
-  of_sweep = [name for name in compiled if name != "MainThread"]
   # Scores of each method, and what the plans select and keep.
-  assert len(of_sweep) > 2 * len(METHODS)
+  assert len(programs(compiled, ahead=True)) > 2 * len(METHODS)
+  assert programs(compiled, ahead=False) == []
   del compiled[:]
   questions = kvjax.Prompts.of([[7, 8], [9]], 4)
   decoding = kvjax.Decoding(max_new_tokens=3)
   answers = kvjax.generate(model, params, caches, questions, decoding)
   groups = kvjax.group_caches(caches, tree_bytes(params))
   assert len(groups) > 1
-  assert len([name for name in compiled if name != "MainThread"]) == len(groups)
+  assert len(programs(compiled, ahead=True)) == len(groups)
+  assert programs(compiled, ahead=False) == []
   for cache, answer in zip(caches, answers, strict=True):
     alone = kvjax.generate(model, params, cache, questions, decoding)
     assert alone.tokens.tolist() == answer.tokens.tolist()
