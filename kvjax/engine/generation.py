@@ -94,14 +94,16 @@ def compile_generation(
 
 
 def _shapes_joined(group: Sequence[Cache]) -> Cache:
-  """Shapes of caches that are joined, on the device that they are bound to."""
-  first = group[0].next_positions
-  sharding = first.sharding if first.committed else None
-  joined: Cache = jax.tree.map(
-    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-    jax.eval_shape(lambda *caches: stack(caches), *group),
+  """Shapes of joined caches, on the device that any of them is committed to."""
+  if len(group) == 1:
+    return group[0]
+  joined = jax.eval_shape(lambda *caches: stack(caches), *group)
+  committed = [leaf for leaf in jax.tree.leaves(group) if leaf.committed]
+  sharding = committed[0].sharding if committed else None
+  shapes: Cache = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), joined
   )
-  return joined
+  return shapes
 
 
 def _program(
