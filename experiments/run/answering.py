@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import jax
@@ -13,8 +13,6 @@ from jaxtyping import Array, Float, Int
 
 import kvjax
 from kvjax import hosts
-from kvjax.engine.generation import compile_generation
-from kvjax.engine.turn import Request
 from kvjax.experiments.run import prefilling
 from kvjax.experiments.run.candidates import Candidate
 from kvjax.experiments.run.prompting import Prompt, Prompted, Shape
@@ -109,12 +107,7 @@ def replies(
   )
   turns = max(len(prompts) for prompts in contexts)
   stays = contexts[0][0].stays
-  groups = _groups(lm, [one.cache for one in prefilled.values()], stays)
-  if not stays:
-    began = time.monotonic()
-    _compile(lm, prefilled, groups, rows, shape)
-    seconds.answer += time.monotonic() - began
-  for group in groups:
+  for group in _groups(lm, [one.cache for one in prefilled.values()], stays):
     # Each cache is freed when it has been joined.
     parts = [prefilled.pop(index) for index in group]
     joined = _Joined.of(lm, parts, rows, shape)
@@ -137,21 +130,6 @@ def replies(
       ]
     # Before the next group is joined.
     del joined
-
-
-def _compile(
-  lm: Pretrained,
-  prefilled: Mapping[int, prefilling.Prefilled],
-  groups: Sequence[Sequence[int]],
-  contexts: Sequence[Prompted],
-  shape: Shape,
-) -> None:
-  """Compiles the programs that answer the first question, for all groups."""
-  first = prefilled[groups[0][0]]
-  prompts = [of_context[0] for of_context in contexts]
-  request = _request(lm, first.cache, first.logits, prompts, shape)
-  caches = [[prefilled[index].cache for index in group] for group in groups]
-  compile_generation(lm.model, lm.params, caches, request)
 
 
 def _prefill(
@@ -255,15 +233,14 @@ class _Joined:
     """Answers a question of each context; keeps the turn if turns stay."""
     # Renumbered tokens count from what was kept: only the difference is tokens.
     start = hosts.read(self.cache.next_positions) if self.stays else 0
-    request = _request(lm, self.cache, self.logits, prompts, shape)
     turn = kvjax.generate(
       lm.model,
       lm.params,
       self.cache,  # donated, if the turn is kept
-      request.prompts,
-      request.decoding,
+      _questions(self.cache, prompts, shape) if shape.question else self.logits,
+      _decoding(lm, prompts),
       keep=self.stays,
-      seeds=request.seeds,
+      seeds=_seeds(self.cache, prompts),
     )
     if self.stays:
       assert turn.cache is not None
@@ -333,26 +310,6 @@ def _groups(
     kvjax.group_caches(caches, padding),
     key=lambda group: sum(caches[index].nbytes for index in group),
   )
-
-
-def _request(
-  lm: Pretrained,
-  cache: kvjax.Cache,
-  logits: Float[Array, "B V"],
-  prompts: Sequence[Prompt],
-  shape: Shape,
-) -> Request:
-  """What rows of a cache are asked for: a question of each context.
-
-  Args:
-    lm: the model.
-    cache: the cache.
-    logits: logits after the contexts, which are continued without questions.
-    prompts: the questions, which repeat for the caches that are joined.
-    shape: see `Shape`.
-  """
-  asked = _questions(cache, prompts, shape) if shape.question else logits
-  return Request(asked, _decoding(lm, prompts), seeds=_seeds(cache, prompts))
 
 
 def _decoding(lm: Pretrained, prompts: Sequence[Prompt]) -> kvjax.Decoding:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 import kvjax
 from kvjax.activations import Activations
-from kvjax.engine.building import CacheBuilder, Source
+from kvjax.engine.building import CacheBuilder
 from kvjax.engine.compress import Evaluation, evaluate_layer
 from kvjax.engine.evaluate import evaluate_all, find_evaluated, list_evaluations
 from kvjax.engine.preparing import prepare
@@ -102,7 +102,7 @@ class Compression:
       evaluations = evaluate_all(0, activations, requests, {})
       builder = CacheBuilder(TinyModel(geometry), prepared, None)
       evaluated = find_evaluated(plan, evaluations)
-      builder.keep(0, Source(activations.only(()), evaluated))
+      builder.keep(0, activations.only(()), evaluated)
       return builder.cache(jnp.asarray(prompts.lengths))
 
     jax.block_until_ready(activations)

@@ -209,7 +209,7 @@ def stack(caches: Sequence[Cache]) -> Cache:
     largest = functools.reduce(_grown, caches)
     key = _join_key(largest)
     if all(_join_key(_grown(cache, largest)) == key for cache in caches):
-      if any(map(needs_one_program, caches)):
+      if any(map(_needs_one_program, caches)):
         return _concatenate(tuple(caches))
       leaves, structure = jax.tree.flatten(largest)
       shapes = tuple((leaf.shape, jnp.dtype(leaf.dtype)) for leaf in leaves)
@@ -224,7 +224,7 @@ def stack(caches: Sequence[Cache]) -> Cache:
   )
 
 
-def needs_one_program(cache: Cache) -> bool:
+def _needs_one_program(cache: Cache) -> bool:
   """Whether a cache is on several devices, on a host, or inside of a program.
 
   Its rows cannot be written in place by programs of their own then.

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from jaxtyping import Array, Bool, PyTree
 
 from kvjax.activations import Activations
-from kvjax.engine.building import CacheBuilder, Source, keep_all
+from kvjax.engine.building import CacheBuilder
 from kvjax.engine.compress import Evaluation
 from kvjax.engine.evaluate import Evaluations, evaluate_all, find_evaluated
 from kvjax.engine.layer_budgets import compressed_layers
@@ -161,18 +161,13 @@ class Deferred:
     for number in list(self._layers):
       layer = self._layers.pop(number)
       activations = layer.activations.only(())
-      keeping = [
-        (
-          builder,
-          Source(
-            activations,
-            find_evaluated(plan, layer.evaluations),
-            counts.get(number),
-          ),
+      for plan, builder, counts in waiting:
+        builder.keep(
+          number,
+          activations,
+          find_evaluated(plan, layer.evaluations),
+          counts.get(number),
         )
-        for plan, builder, counts in waiting
-      ]
-      keep_all(number, keeping)
 
 
 def replay_of(evaluation: Evaluation) -> Replay | None:

@@ -6,7 +6,6 @@ from collections.abc import Collection, Mapping, Sequence
 import numpy as np
 
 from kvjax.activations import Activations
-from kvjax.engine.ahead import Call, compile_together
 from kvjax.engine.compress import Evaluated, Evaluation, evaluate_layer
 from kvjax.engine.layer_budgets import compresses
 from kvjax.engine.plans import Plan
@@ -51,60 +50,29 @@ def evaluate_all(
   activations: Activations,
   requests: Mapping[Evaluation, bool],
   previous: Evaluations,
-  *,
-  first: bool = False,
 ) -> Evaluations:
-  """Evaluates a layer, or reuses the evaluation of the layer it copies.
-
-  Args:
-    layer: index of the layer in the model.
-    activations: activations of the prompt.
-    requests: the evaluations, and whether each needs scores.
-    previous: evaluations of the layers before.
-    first: whether no layer of its kind was evaluated yet: programs are then
-      compiled together.
-  """
-  copied = {
-    evaluation: _copied(evaluation, layer, previous) for evaluation in requests
-  }
-  calls = {
-    evaluation: Call(
-      evaluate_layer,
-      dict(
-        layer=np.int32(layer),
-        activations=activations.only(evaluation.method.traits.activations),
-      ),
-      dict(evaluation=evaluation, scored=scored and not copied[evaluation]),
-    )
-    for evaluation, scored in requests.items()
-    # With an observer, this layer must still be observed.
-    if not copied[evaluation] or evaluation.observer is not None
-  }
-  if first and len(calls) > 1:
-    compile_together(calls.values())
+  """Evaluates a layer, or reuses the evaluation of the layer it copies."""
   evaluations = {}
-  for evaluation in requests:
-    source = copied[evaluation]
-    if evaluation not in calls:
-      assert source is not None
-      evaluations[evaluation] = source
+  for evaluation, scored in requests.items():
+    traits = evaluation.method.traits
+    source = traits.source_layer(layer)
+    copies = evaluation in previous and previous[evaluation][0] == source
+    # With an observer, this layer must still be observed.
+    if copies and evaluation.observer is None:
+      evaluations[evaluation] = previous[evaluation]
       continue
-    evaluated = calls[evaluation]()
-    if source:
+    evaluated = evaluate_layer(
+      evaluation,
+      np.int32(layer),
+      activations.only(traits.activations),
+      scored=scored and not copies,
+    )
+    if copies:
       # What is remembered for decoding is the layer's own.
-      evaluated = dataclasses.replace(evaluated, scores=source[1].scores)
-    number = evaluation.method.traits.source_layer(layer)
-    evaluations[evaluation] = number, evaluated
+      scores = previous[evaluation][1].scores
+      evaluated = dataclasses.replace(evaluated, scores=scores)
+    evaluations[evaluation] = source, evaluated
   return evaluations
-
-
-def _copied(
-  evaluation: Evaluation, layer: int, previous: Evaluations
-) -> tuple[int, Evaluated] | None:
-  """The evaluation that a layer copies from an earlier one, if it does."""
-  found = previous.get(evaluation)
-  source = evaluation.method.traits.source_layer(layer)
-  return found if found is not None and found[0] == source else None
 
 
 def find_evaluated(plan: Plan, evaluations: Evaluations) -> Evaluated | None:

@@ -1,8 +1,9 @@
 """Generation from caches: feed a prompt, then decode, all compiled."""
 
+import functools
 import operator
-from collections.abc import Sequence
-from typing import NamedTuple, overload
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +18,33 @@ from kvjax.engine.capacity import (
   prepare_decoding,
   wider_capacities,
 )
-from kvjax.engine.decode import Decoding, OnToken, listening
-from kvjax.engine.generation import compile_generation, generation
-from kvjax.engine.turn import Request, Seeds, Turn, check_request, seeds_of_rows
-from kvjax.hosts import read
+from kvjax.engine.compiler_options import decoding_options
+from kvjax.engine.decode import (
+  DecodedTokens,
+  Decoding,
+  DecodingInputs,
+  OnToken,
+  decode,
+  listening,
+)
+from kvjax.engine.feed import evict_all, feed
+from kvjax.engine.sampling import SamplingInputs
+from kvjax.engine.turn import (
+  Feeds,
+  Request,
+  Seeds,
+  Turn,
+  check_request,
+  seeds_of_rows,
+)
+from kvjax.engine.unrolled import (
+  Unrolled,
+  UnrolledModel,
+  layers_apart,
+  roll_cache,
+  unroll_cache,
+)
+from kvjax.hosts import is_traced, read
 from kvjax.model import Model
 from kvjax.options.bounds import check_count
 from kvjax.prompts import Prompts
@@ -224,10 +248,27 @@ def generate_from(
   on_token: OnToken | None = None,
 ) -> Generated:
   """Generates, and passes every token to `on_token` as it is made."""
+  decoding = turn.decoding
   with listening(on_token) as listener:
-    call = generation(model, params, cache, turn, listener)
-    decoded, new_cache = call()
-  tokens = decoded.tokens[:, : turn.decoding.max_new_tokens]
+    limit = jnp.asarray(decoding.max_new_tokens, jnp.int32)
+    sampling = SamplingInputs.of(decoding.sampling)
+    inputs = DecodingInputs(
+      turn.seeds, listener, turn.prepared, limit, sampling
+    )
+    program = _program(turn.keep, params)
+    layers = layers_apart(model, params, decoding.max_new_tokens)
+    # Compiled for the rounded number of tokens; `inputs` stop the loop.
+    decoded, new_cache = program(
+      model,
+      params,
+      layers,
+      cache,
+      turn.logits,
+      turn.feeds,
+      inputs,
+      decoding=decoding.rounded,
+    )
+  tokens = decoded.tokens[:, : decoding.max_new_tokens]
   return Generated(tokens, decoded.lengths, new_cache)
 
 
@@ -242,11 +283,7 @@ def _generate_from_all(
   results: dict[int, Generated] = {}
   # Caches that are kept have no more slots than they need.
   padding = 0 if request.keep else tree_bytes(params)
-  groups = group_caches(caches, padding)
-  compile_generation(
-    model, params, [[caches[n] for n in group] for group in groups], request
-  )
-  for group in groups:
+  for group in group_caches(caches, padding):
     joined = stack([caches[index] for index in group])
     # `stack` returns a single cache itself, and `keep` donates it.
     if request.keep and len(group) == 1:
@@ -265,3 +302,89 @@ def _generate_from_all(
     # Before the next group is joined.
     del joined, answers, kept
   return tuple(results[index] for index in range(len(caches)))
+
+
+def _program(
+  keep: bool, params: PyTree
+) -> Callable[..., tuple[DecodedTokens, Cache | None]]:
+  """Returns the program that generates, and keeps or discards the cache."""
+  program = _generate_and_keep if keep else _generate_and_discard
+  options = decoding_options()
+  # Within `jax.jit`, what it calls has no options of its own.
+  if options is None or is_traced((params, jnp.zeros(()))):
+    return program
+  return _with_options(keep, **options)
+
+
+@functools.cache
+def _with_options(keep: bool, **options: bool | int) -> Any:
+  """Returns one of the programs below with other options of the compiler."""
+  program: Any = _generate_and_keep if keep else _generate_and_discard
+  arguments = _KEEPING if keep else _DISCARDING
+  return jax.jit(program.__wrapped__, **arguments, compiler_options=options)
+
+
+_DISCARDING: Any = dict(static_argnames=("model", "decoding"))
+_KEEPING: Any = dict(**_DISCARDING, donate_argnames=("cache",))
+
+
+@functools.partial(jax.jit, **_DISCARDING)
+def _generate_and_discard(
+  model: Model,
+  params: PyTree,
+  layers: tuple[PyTree, ...] | None,
+  cache: Cache,
+  logits: Float[Array, "B V"] | None,
+  feeds: Feeds | None,
+  inputs: DecodingInputs,
+  *,
+  decoding: Decoding,
+) -> tuple[DecodedTokens, None]:
+  # With the padding, which takes slots, too.
+  width = 0 if feeds is None else feeds[0].shape[1]
+  cache = grow_for(cache, inputs.prepared, width, decoding)
+  return _run(model, params, layers, cache, logits, feeds, inputs, decoding)[
+    0
+  ], None
+
+
+@functools.partial(jax.jit, **_KEEPING)
+def _generate_and_keep(
+  model: Model,
+  params: PyTree,
+  layers: tuple[PyTree, ...] | None,
+  cache: Cache,
+  logits: Float[Array, "B V"] | None,
+  feeds: Feeds | None,
+  inputs: DecodingInputs,
+  *,
+  decoding: Decoding,
+) -> tuple[DecodedTokens, Cache]:
+  return _run(model, params, layers, cache, logits, feeds, inputs, decoding)
+
+
+def _run(
+  model: Model,
+  params: PyTree,
+  layers: tuple[PyTree, ...] | None,
+  cache: Cache,
+  logits: Float[Array, "B V"] | None,
+  feeds: Feeds | None,
+  inputs: DecodingInputs,
+  decoding: Decoding,
+) -> tuple[DecodedTokens, Cache]:
+  """Feeds the prompts, evicts if due, and decodes.
+
+  With the weights of `layers`, the layers are decoded without a loop.
+  """
+  if feeds is not None:
+    logits, cache = feed(model, params, cache, *feeds, inputs.prepared)
+    if inputs.prepared is not None:
+      cache = evict_all(model, inputs.prepared, cache)
+  assert logits is not None
+  if layers is None:
+    return decode(model, params, cache, logits, decoding, inputs)
+  unrolled, weights = UnrolledModel.of(model), Unrolled(params, layers)
+  order, cache = cache.order, unroll_cache(cache)
+  decoded, cache = decode(unrolled, weights, cache, logits, decoding, inputs)
+  return decoded, roll_cache(cache, order)

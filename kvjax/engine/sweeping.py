@@ -18,7 +18,7 @@ from kvjax.cache.cache import Cache
 from kvjax.calibration.features import Features
 from kvjax.calibration.record import Calibrated
 from kvjax.engine import prompt_programs
-from kvjax.engine.building import CacheBuilder, Source, keep_all
+from kvjax.engine.building import CacheBuilder
 from kvjax.engine.compress import Evaluation, shape_of_scores
 from kvjax.engine.deferred import Deferred, replay_of
 from kvjax.engine.evaluate import (
@@ -33,7 +33,7 @@ from kvjax.engine.preparing import prepare, prepare_calibrated
 from kvjax.engine.thresholds import must_keep
 from kvjax.engine.whole_model import HeadCounts
 from kvjax.hosts import read
-from kvjax.model import LayerSpec, Model
+from kvjax.model import Model
 from kvjax.options.budgets import Threshold
 from kvjax.prompts import Prompts
 
@@ -133,7 +133,6 @@ class _Sweep:
     self._waiting = [n for n in range(len(plans)) if n not in self._builders]
     self._deferred = Deferred([plans[index] for index in self._waiting])
     self._latest: Evaluations = {}
-    self._seen: set[LayerSpec] = set()
     self._shapes: dict[Evaluation, list[Float[Array, "3 B"]]] = {
       evaluation: [] for evaluation in requested.scores
     }
@@ -175,22 +174,14 @@ class _Sweep:
     )
     later = {e: scored for e, scored in requests.items() if replay_of(e)}
     now = {e: requests[e] for e in requests if e not in later}
-    # Layers of one kind share programs.
-    spec = self._model.geometry.layers[layer]
-    first = spec not in self._seen
-    self._seen.add(spec)
-    evaluations = evaluate_all(
-      layer, activations, now, self._latest, first=first
-    )
+    evaluations = evaluate_all(layer, activations, now, self._latest)
     # A layer may copy a selection across layers that evict nothing.
     self._latest = {**self._latest, **evaluations}
     self._add_shapes(activations, evaluations)
     bare = activations.only(())
-    keeping = [
-      (builder, Source(bare, find_evaluated(self._plans[index], evaluations)))
-      for index, builder in self._builders.items()
-    ]
-    keep_all(layer, keeping)
+    for index, builder in self._builders.items():
+      evaluated = find_evaluated(self._plans[index], evaluations)
+      builder.keep(layer, bare, evaluated)
     # Scores are computed, so optional activations are no longer needed.
     self._deferred.add(layer, activations, later, evaluations)
 

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
@@ -51,14 +50,6 @@ class Turn(NamedTuple):
   feeds: Feeds | None
   seeds: Int[Array, " B"]
   prepared: PreparedPlan | None
-
-  def repeated(self, times: int) -> "Turn":
-    """The turn for the rows of so many caches."""
-    arrays = self.logits, self.feeds, self.seeds
-    logits, feeds, seeds = jax.tree.map(
-      lambda leaf: jnp.concatenate([leaf] * times), arrays
-    )
-    return self._replace(logits=logits, feeds=feeds, seeds=seeds)
 
 
 def check_request(model: Model, cache: Cache, request: Request) -> Turn:

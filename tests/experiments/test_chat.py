@@ -9,7 +9,7 @@ import pytest
 
 import kvjax
 from kvjax import InputError, InputWarning
-from kvjax.engine import generation
+from kvjax.engine import generate as generating
 from kvjax.models import chat as chats
 
 TEXT = "The door is red. The roof is blue. The gate is green. " * 4
@@ -170,10 +170,10 @@ def test_what_does_not_stay_changes_nothing(tiny):
 def test_turns_of_one_size_compile_once(tiny):
   chat = tiny.compress(TEXT, "keydiff", 0.5)
   chat.ask(QUESTIONS[0], 8)
-  programs = generation.generate_and_keep._cache_size()
+  programs = generating._generate_and_keep._cache_size()
   for question in QUESTIONS * 2:
     chat.ask(question, 8)
-  assert generation.generate_and_keep._cache_size() == programs
+  assert generating._generate_and_keep._cache_size() == programs
 
 
 def test_room_is_doubled_when_it_is_full(tiny, monkeypatch):

@@ -94,6 +94,20 @@ def test_a_sweep_of_other_lengths_compiles_nothing():
   assert compiles_anew([kvjax.get_plan(*plan) for plan in whole]) == []
 
 
+def test_weights_that_are_committed_to_a_device_need_no_more_programs():
+  plan = kvjax.get_plan("keydiff", HALF)
+  prompts = kvjax.Prompts.of([[*range(1, 60)], [*range(1, 40)]])
+  counts = []
+  for device in (None, jax.devices()[0]):
+    jax.clear_caches()
+    model = TinyModel()
+    params = jax.device_put(model.init(), device)
+    with compiled() as names:
+      kvjax.prefill(model, params, prompts, plan)
+    counts.append(names.count("jit(keep_layer)"))
+  assert counts == [1, 1]
+
+
 def test_other_shapes_are_counted():
   with compiled() as names:
     jax.jit(lambda x: x * 3 + 11)(np.ones(7, np.float32))

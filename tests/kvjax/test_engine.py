@@ -11,7 +11,8 @@ import pytest
 
 import kvjax
 from kvjax.allocation import Sizes
-from kvjax.engine import compress, generation, prompt_programs
+from kvjax.engine import compress, prompt_programs
+from kvjax.engine import generate as generating
 from kvjax.engine.forward import hidden_states
 from kvjax.engine.sampling import Sampling
 from kvjax.errors import InputError
@@ -268,7 +269,7 @@ def test_prompts_of_one_bucket_share_a_program():
       compress.select_layer,
       compress.keep_layer,
       compress.keep_single,
-      generation.generate_and_discard,
+      generating._generate_and_discard,
     ]
     return [program._cache_size() for program in programs]
 

@@ -11,7 +11,7 @@ import kvjax
 from kvjax.cache.cache import Cache
 from kvjax.cache.layers import LayerCache
 from kvjax.cache.window import WindowLayer
-from kvjax.engine import building, generation, sweeping
+from kvjax.engine import building, generate, sweeping
 from kvjax.engine.decode import DecodingInputs
 from kvjax.methods import FullKV, KeyDiff
 from kvjax.model import Geometry, LayerSpec
@@ -99,7 +99,7 @@ def test_tokens_are_written_into_the_cache_that_is_given(window):
       return Cache((stack,), jnp.zeros(rows, "int32"), order=(0,) * layers)
 
     cache = jax.eval_shape(empty)
-    program = generation.generate_and_keep.lower(
+    program = generate._generate_and_keep.lower(
       model,
       jax.eval_shape(model.init),
       None,
@@ -138,10 +138,10 @@ def test_answers_of_other_lengths_take_no_new_program():
     return kvjax.generate(model, params, cache, logits, decoding).tokens
 
   longest = tokens(20)
-  programs = generation.generate_and_discard._cache_size()
+  programs = generate._generate_and_discard._cache_size()
   for most in (5, 1, 20):
     np.testing.assert_array_equal(tokens(most), longest[:, :most])
-  assert generation.generate_and_discard._cache_size() == programs
+  assert generate._generate_and_discard._cache_size() == programs
 
 
 @pytest.mark.slow

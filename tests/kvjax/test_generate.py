@@ -13,7 +13,7 @@ import kvjax
 from kvjax import kernels
 from kvjax.cache.sharding import parse_mesh
 from kvjax.contexts import in_these_contexts
-from kvjax.engine import generation
+from kvjax.engine import generate as generating
 from kvjax.engine.sampling import Sampling, SamplingInputs, sample
 from kvjax.errors import InputError
 from kvjax.kernels import dispatch, tuning
@@ -217,9 +217,9 @@ def test_another_listener_needs_no_other_program(full):
     return len(list(kvjax.stream(MODEL, PARAMS, cache, prompts, decoding)))
 
   assert listen() == 5
-  programs = generation.generate_and_discard._cache_size()
+  programs = generating._generate_and_discard._cache_size()
   assert listen() == 5
-  assert generation.generate_and_discard._cache_size() == programs
+  assert generating._generate_and_discard._cache_size() == programs
 
 
 def test_a_stream_keeps_its_turn(full):
@@ -352,7 +352,7 @@ def test_other_temperatures_and_shares_take_no_new_program(full):
     decoding = kvjax.Decoding(5, sampling=sampling)
     return kvjax.generate(MODEL, PARAMS, cache, prompts, decoding).rows()
 
-  programs = generation.generate_and_discard._cache_size
+  programs = generating._generate_and_discard._cache_size
   sizes, answers = [], []
   for samplings in (
     [Sampling(heat) for heat in (0.01, 2.0, 20.0)],

@@ -11,7 +11,7 @@ import kvjax
 from kvjax.cache.cache import Cache
 from kvjax.cache.layers import LayerCache
 from kvjax.cache.sparse import SparseLayer
-from kvjax.engine import generation
+from kvjax.engine import generate
 from kvjax.engine.decode import DecodingInputs
 from kvjax.model import Geometry
 from kvjax.registry.names import get_retrieval
@@ -52,7 +52,7 @@ def compiled(layers, name, width):
   inputs = jax.eval_shape(
     lambda: DecodingInputs(jnp.zeros(1, "int32"), None, None, jnp.int32(TOKENS))
   )
-  program = generation.generate_and_keep.lower(
+  program = generate._generate_and_keep.lower(
     model,
     jax.eval_shape(model.init),
     None,

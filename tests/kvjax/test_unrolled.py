@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.engine import generation, unrolled
+from kvjax.engine import generate, unrolled
 from kvjax.model import LayerSpec
 from kvjax.testing import TinyModel
 
@@ -141,7 +141,7 @@ def test_later_turns_compile_nothing(monkeypatch):
       UNIFORM, params, cache, QUESTIONS, DECODING, keep=True
     )
     cache = turn.cache
-    sizes.append(generation.generate_and_keep._cache_size())
+    sizes.append(generate._generate_and_keep._cache_size())
   assert sizes[0] == sizes[2]
 
 
