@@ -118,6 +118,8 @@ def test_schedules_keep_what_kvpress_keeps(
   later = kvjax.get_plan(COUNTERPARTS[press], kvjax.Tokens(TARGET), schedule)
   plan = kvjax.get_plan("full", kvjax.Retention(1.0), decoding=later)
   raw = press.removeprefix("ordered_")
+  # Rows where a tie fell otherwise: what is evicted later saw another cache.
+  tied = set()
   with golden(name) as stored:
     for steps in (INTERVAL, STEPS):
       cache, logits = kvjax.prefill(
@@ -134,6 +136,8 @@ def test_schedules_keep_what_kvpress_keeps(
       for row, length in enumerate(lengths):
         tokens = answers[row][:steps]
         assert after.rows()[row] == tokens
+        if row in tied:
+          continue
         ours = kept_positions(after.cache, row)
         ids = [*rows[row], *tokens]
         compared = [press]
@@ -143,6 +147,9 @@ def test_schedules_keep_what_kvpress_keeps(
         for each in compared:
           case = f"{each}/{length}/{steps}"
           assert_same(ours, stored[case].tolist(), ids, case)
+          # Only norms of keys are equal where tokens are.
+          if press in TIED and ours != stored[case].tolist():
+            tied.add(row)
 
 
 def test_every_golden_is_compared():
