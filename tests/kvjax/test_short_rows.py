@@ -28,6 +28,24 @@ def test_the_last_queries_are_the_end_of_a_longer_window():
     )
 
 
+def test_one_query_is_appended_as_the_first_of_a_block():
+  """Rows that have ended append padding, and keep their window."""
+  seen = random_activations(4, [9, 5], 9)
+  stored = ObservationWindow.empty(seen, 6).append(seen)
+  block = random_activations(5, [1, 0], 2).only(())
+  alone = dataclasses.replace(
+    block,
+    queries=block.queries[:, :, :1],
+    keys=block.keys[:, :, :1],
+    values=block.values[:, :, :1],
+    positions=block.positions[:, :1],
+  )
+  one, as_block = stored.append(alone), stored.append(block)
+  np.testing.assert_array_equal(one.queries, as_block.queries)
+  assert one.positions.tolist() == as_block.positions.tolist()
+  assert one.positions.tolist() == [[4, 5, 6, 7, 8, 0], [-1, 0, 1, 2, 3, 4]]
+
+
 def test_queries_that_move_may_be_fewer_than_the_window():
   """A row of 9 tokens has 9 queries, and the preset a window of 64."""
   model = TinyModel()
