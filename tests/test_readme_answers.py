@@ -9,31 +9,28 @@ import subprocess
 import sys
 
 import pytest
-
-from kvjax import user_cache
+from fetching import located
 
 ROOT = pathlib.Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-MODEL = user_cache.folder("models") / "smollm2-135m-instruct"
 ANSWER = "The code of the cellar door is 4817."
 # Of all cores. On an idle machine they are more than the time that passes.
 SECONDS = 30
 
-pytestmark = [
-  pytest.mark.slow,
-  pytest.mark.skipif(not MODEL.exists(), reason="It fetches the model once."),
-]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
 def run(tmp_path):
-  """Runs Python with JAX's own settings and nothing compiled before."""
+  """Runs Python on a CPU with JAX's own settings and nothing compiled before."""
+  located("smollm2-135m-instruct")  # Fetching it is not measured.
   of_tests = ("JAX_", "XLA_", "NPROC", "OPENBLAS_")
   environment = {
     name: value
     for name, value in os.environ.items()
     if not name.startswith(of_tests)
   }
+  environment["JAX_PLATFORMS"] = "cpu"
   environment["JAX_COMPILATION_CACHE_DIR"] = str(tmp_path)
 
   def run(*arguments):
