@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def run(tmp_path):
-  """Runs Python on a CPU with JAX's own settings and nothing compiled before."""
+  """Runs Python on a CPU with JAX's settings and nothing compiled before."""
   located("smollm2-135m-instruct")  # Fetching it is not measured.
   of_tests = ("JAX_", "XLA_", "NPROC", "OPENBLAS_")
   environment = {
