@@ -96,7 +96,12 @@ test-gpu: .cuda/.ready
 	@PYTHONPATH=.cuda JAX_PLATFORMS=cpu JAX_ENABLE_COMPILATION_CACHE=0 \
 	  $(BIN)/python -m pytest -m cuda
 
+# Without faiss, tests of its indexes would be skipped. An environment that was
+# set up before they were there may lack it.
 test-adapters: .adapters/.ready
+	@.adapters/bin/python -c 'import faiss' || \
+	  { echo 'Remove .adapters and run this again: it has no faiss.' >&2; \
+	  exit 1; }
 	@JAX_PLATFORMS=cpu KERAS_BACKEND=jax \
 	  .adapters/bin/python -m pytest tests/models/test_adapters*.py \
 	  tests/experiments/test_index_construction.py

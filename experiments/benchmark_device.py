@@ -3,10 +3,10 @@
   kvjax benchmark_device
 
 checks and times every kernel, decodes with random weights of a published
-model's sizes, and times retrieval and scoring. Every step is a program of its
-own, which says how many minutes it takes. What it prints goes to STEP.txt in
---output, below its command; steps whose file is there, of the same command, are
-not run again. The steps:
+model's sizes, and times retrieval and scoring. Nobody has measured how many
+minutes that takes. Every step is a program of its own. What it prints goes to
+STEP.txt in --output, below its command; steps whose file is there, of the same
+command, are not run again. The steps:
 
 - check: every kernel beside XLA's program, equal results;
 - kernels: their times, and XLA's;

@@ -40,7 +40,9 @@ _OF_KVPRESS = {
   "press_name": ("methods", ""),
 }
 # How the help of a program says what it takes, and a flag that does not matter.
-_BY_DEFAULT, _OUTPUT = "It takes ", "output"
+_BY_DEFAULT = "It takes "
+# They change what is drawn, and where it is written.
+_AS_LONG = {"output", "seed"}
 # Flags of programs that run on several hosts.
 _OF_HOSTS = ("multihost", "coordinator", "hosts", "host", "host_timeout")
 _FORMATTED = warnings.formatwarning
@@ -257,11 +259,17 @@ def announce() -> None:
   its help, it takes with the default flags.
   """
   said = help_pages.duration(sys.modules["__main__"].__doc__ or "")
-  given = {n for n in help_pages.own_flags() if flags.FLAGS[n].present}
-  if given - {_OUTPUT} and said.startswith(_BY_DEFAULT):
+  own = help_pages.own_flags() - _AS_LONG
+  if said.startswith(_BY_DEFAULT) and any(map(_is_changed, own)):
     said = f"With the default flags: {said}"
   if said and multihost.is_first():
     print(said, file=sys.stderr, flush=True)
+
+
+def _is_changed(name: str) -> bool:
+  """Says whether a flag has a default, and another value."""
+  flag = flags.FLAGS[name]
+  return flag.default not in (None, flag.value)
 
 
 def limit_threads() -> None:

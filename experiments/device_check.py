@@ -6,9 +6,10 @@ runs every kernel at the sizes of its specs.py on a TPU or GPU and compares its
 results with those of XLA's program. It prints a line for each, and exits with
 code 1 if a kernel does not compile or has other results: slots and other
 integers must be equal, other numbers within 1 % of the largest one.
-`--kernels=NAME:xla` replaces such a kernel in all programs. It takes minutes:
-an H200 needed less than twelve for it and some timings. --only=select,gather
-checks some operations, and --kernels_table=FILE what `kvjax tune` has chosen.
+`--kernels=NAME:xla` replaces such a kernel in all programs. Alone it has not
+been timed: an H200 took less than twelve minutes for it and some timings.
+--only=select,gather checks some operations, and --kernels_table=FILE what
+`kvjax tune` has chosen.
 """
 
 import sys

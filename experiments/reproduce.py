@@ -43,7 +43,12 @@ from kvjax.experiments.papers import (
   registry,
   running,
 )
-from kvjax.experiments.papers.data_model import Analysis, Experiment, Program
+from kvjax.experiments.papers.data_model import (
+  FROM_FILES,
+  Analysis,
+  Experiment,
+  Program,
+)
 from kvjax.experiments.papers.setup_samples import Sources
 from kvjax.experiments.run import multihost, outputs
 
@@ -154,8 +159,8 @@ def _check_overrides(
 
   Raises:
     InputError: --tau is no share, an experiment does not read it or has no
-      trials, an experiment or one of its programs lacks a task or its texts, or
-      it compares lengths.
+      trials, experiments read different --data, an experiment or one of its
+      programs lacks a task or its texts, or it compares lengths.
   """
   if _TAU.value is not None:
     check_tau(_TAU.value)
@@ -164,6 +169,8 @@ def _check_overrides(
         raise InputError(f"--tau is for E3.5 to E3.7, not for {experiment.id}.")
   if _TRIALS.value:
     _check_trials(chosen, given)
+  if sources.data is not None:
+    _check_data(chosen)
   tasks = _TASKS.value
   for experiment in chosen:
     for part in experiment.parts:
@@ -173,6 +180,29 @@ def _check_overrides(
     called = programs.chosen(experiment.programs, given)
     if tasks is not None and any("tasks" in each.takes for each in called):
       generator.choose(tasks, sources.texts)
+
+
+def _check_data(chosen: Sequence[Experiment]) -> None:
+  """Rejects experiments that one --data cannot serve.
+
+  Raises:
+    InputError: they read files of different benchmarks.
+  """
+  reading: dict[str, str] = {}
+  for experiment in chosen:
+    for part in experiment.parts:
+      if isinstance(part, Program):
+        read = "longbench" if "data" in part.takes else ""
+      else:
+        read = part.paper.benchmark
+      if read in FROM_FILES:
+        reading.setdefault(read, experiment.id)
+  if len(reading) > 1:
+    each = " and ".join(f"{who} reads {what}" for what, who in reading.items())
+    raise InputError(
+      f"{each}, which one --data cannot be; run them one after the other, each "
+      "with its own."
+    )
 
 
 def _check_hosts(chosen: Sequence[Experiment]) -> None:

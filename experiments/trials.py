@@ -115,6 +115,11 @@ def _check(arguments: Sequence[str]) -> None:
         f"{argument} does not go after --: every trial has its own seed, and "
         "--output goes before."
       )
+    if name in ("dry_run", "nodry_run"):
+      raise InputError(
+        f"{argument} does not go after --: a trial that only says what it "
+        "costs has no scores; give it before."
+      )
     if name in of_hosts:
       raise InputError(
         f"{argument} does not go after --: the trials and this program are on "

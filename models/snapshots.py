@@ -3,12 +3,18 @@
 import dataclasses
 import errno
 import pathlib
+import ssl
+from collections.abc import Iterator
 
 from kvjax.errors import InputError
 from kvjax.models.downloads import ModelFile, UnreachableError
 
 # Of the disk; the hub's own errors have other numbers, or none.
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EFBIG)
+# What clients of HTTP raise where no answer arrives, or half of one. By name:
+# the hub's versions use different clients, whose errors have the same names.
+_SILENT = {"NetworkError", "TimeoutException", "RemoteProtocolError"}
+_SILENT |= {"ProxyError", "ConnectionError", "TimeoutError"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,20 +73,42 @@ class Snapshot:
     except Exception as error:  # Also those of the libraries that it uses.
       if isinstance(error, OSError) and error.errno in _DISK:
         raise
-      errors = huggingface_hub.errors
-      # The hub reports gated and private repositories as absent ones.
-      absent = (errors.RepositoryNotFoundError, errors.RevisionNotFoundError)
-      # The first: neither on the hub, which does not answer, nor on the disk.
-      silent = (errors.LocalEntryNotFoundError, ConnectionError, TimeoutError)
-      kind = InputError
-      reason = f"its client has failed with {type(error).__name__}"
-      if isinstance(error, absent):
-        reason = "the hub does not give it to you"
-      elif isinstance(error, silent):
-        kind, reason = UnreachableError, "the hub cannot be reached"
+      kind, reason = _failure(error)
       names = ", ".join(file.name for file in self.files)
       raise kind(
         f"The model {self.label} cannot be fetched from the Hugging Face hub "
         f"({reason}); run this once with access to the hub, or put {names} "
         f"into {folder}."
       ) from error
+
+
+def _failure(error: Exception) -> tuple[type[InputError], str]:
+  """Returns the error to raise for one of the hub's client, and the reason."""
+  from huggingface_hub import errors
+
+  # The hub reports gated and private repositories as absent ones.
+  absent = (errors.RepositoryNotFoundError, errors.RevisionNotFoundError)
+  if isinstance(error, absent):
+    return InputError, "the hub does not give it to you"
+  for cause in _causes(error):
+    if isinstance(cause, ssl.SSLCertVerificationError):
+      return InputError, "its certificate cannot be verified"
+    if isinstance(cause, errors.HfHubHTTPError):
+      status = cause.response.status_code
+      if 400 <= status < 500:
+        return InputError, f"the hub has answered with status {status}"
+  # The first: neither on the hub, which does not answer, nor on the disk.
+  silent = isinstance(error, errors.LocalEntryNotFoundError) or any(
+    not _SILENT.isdisjoint(each.__name__ for each in type(cause).__mro__)
+    for cause in _causes(error)
+  )
+  if silent:
+    return UnreachableError, "the hub cannot be reached"
+  return InputError, f"its client has failed with {type(error).__name__}"
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+  """Yields an error, and what it was raised from."""
+  while error is not None:
+    yield error
+    error = error.__cause__ or error.__context__

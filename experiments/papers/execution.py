@@ -152,14 +152,16 @@ def foresee(
       continue
     assert isinstance(part, Comparison)
     forecast = running.foresee(part, session, folder)
-    report.say(f"{part.name}:" if forecast else left_out(part))
+    report.say(f"{part.name}:" if forecast else left_out(part, session))
     if forecast:
       console.print(forecast)
 
 
-def left_out(part: Comparison) -> str:
-  """Says why a comparison without a small setup does not run."""
-  return f"{part.name} is left out: only the paper's models reach it."
+def left_out(part: Comparison, session: Session) -> str:
+  """Says why a comparison does not run."""
+  setup = running.setup_of(part, session)
+  why = running.why_left_out(setup, session.lm)
+  return f"{part.name} is left out: {why}."
 
 
 def run(
@@ -223,7 +225,7 @@ def _comparison(
 ) -> _Data:
   result = running.compare(part, session, folder)
   if result is None:
-    report.say(left_out(part))
+    report.say(left_out(part, session))
     return []
   compared = result.comparison
   for table in paper_tables.tables(compared):

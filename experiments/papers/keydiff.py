@@ -139,13 +139,6 @@ _E2_4 = dataclasses.replace(
   _compared("variants", 128, _VARIANTS), targets=printed.read("E2.4")
 )
 
-# SnapKV and the full cache as before; KeyDiff protects its newest tokens.
-_WRITING = {
-  "Full": "full",
-  "KeyDiff": "keydiff:recent_frac=0.2",
-  "SnapKV": _METHODS["SnapKV"],
-}
-
 
 def _math(new_tokens: int, columns: tuple[Column, ...]) -> Comparison:
   """Defines Math-500 with answers of at most so many tokens."""
@@ -158,7 +151,7 @@ def _math(new_tokens: int, columns: tuple[Column, ...]) -> Comparison:
     ),
     None,
     QUERY_AWARE,
-    lines(_WRITING),
+    lines({"Full": "full", **long_answers.METHODS}),
     columns,
     (
       plain("flexible match", ("math500",)),

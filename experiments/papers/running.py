@@ -184,7 +184,7 @@ def compare(
   """Runs the comparison's samples into a folder, or resumes there.
 
   Returns:
-    None if there is no substitute for the paper's setup.
+    None if it is left out; see `why_left_out`.
 
   Raises:
     InputError: see `draw` and `runner.answer`.
@@ -222,7 +222,7 @@ def _plan(
   """Draws the samples of a comparison; see `compare`."""
   scale = scale_of(comparison, session.own_model, session.sources)
   setup = setup_of(comparison, session)
-  if setup is None:
+  if setup is None or why_left_out(setup, session.lm):
     return None
   seed = session.settings.seed
   setup, notes = within_context(setup, session)
@@ -250,6 +250,28 @@ def _plan(
   return _Planned(scale, cells, drawn, job, [*notes, *drawn.notes])
 
 
+def why_left_out(setup: Setup | None, lm: Pretrained) -> str | None:
+  """Says why a comparison does not run, if it does not.
+
+  Args:
+    setup: its setup, if it has one here.
+    lm: the model.
+  """
+  if setup is None:
+    return "only the paper's models reach it"
+  new_tokens = setup.new_tokens
+  if new_tokens is None or _fits_context(lm, new_tokens):
+    return None
+  return (
+    f"with the chat template, answers of {new_tokens} tokens are {_longer(lm)}"
+  )
+
+
+def _longer(lm: Pretrained) -> str:
+  context = lm.config.geometry.max_positions
+  return f"longer than the context of this model, {context} tokens"
+
+
 def within_context(setup: Setup, session: Session) -> tuple[Setup, list[str]]:
   """Drops lengths that exceed the model's context, with a note.
 
@@ -260,10 +282,9 @@ def within_context(setup: Setup, session: Session) -> tuple[Setup, list[str]]:
   too_long = [n for n in setup.lengths if not _fits_context(session.lm, n)]
   if not too_long or session.length is not None or not setup.tasks:
     return setup, []
-  context = session.lm.config.geometry.max_positions
-  longer = f"longer than the context of this model, {context} tokens"
+  longer = _longer(session.lm)
   if setup.benchmark == "longbench":
-    limit = reader.usual_limit(context)
+    limit = reader.usual_limit(session.lm.config.geometry.max_positions)
     note = f"Prompts are cut to {limit} tokens; the experiment's are {longer}."
     return dataclasses.replace(setup, lengths=(limit,)), [note]
   kept = tuple(n for n in setup.lengths if n not in too_long)

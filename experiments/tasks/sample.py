@@ -60,6 +60,19 @@ class Sample:
   draw: int | None = None
   seed: int = 0
 
+  def __post_init__(self) -> None:
+    """Checks names that are read once a model has answered.
+
+    Raises:
+      ValueError: `scored_by` has a name that `metadata` lacks.
+    """
+    lacking = [name for name in self.scored_by if name not in self.metadata]
+    if lacking:
+      raise ValueError(
+        f"A sample of {self.task} is scored by {', '.join(lacking)}, which "
+        f"its metadata lack; they have {', '.join(self.metadata) or 'nothing'}."
+      )
+
   def with_question_in_context(self) -> "Sample":
     """Moves the question to the end of the context, to compress both."""
     return dataclasses.replace(

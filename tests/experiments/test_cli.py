@@ -93,6 +93,11 @@ def test_a_program_announces_its_time_in_the_words_of_its_help(
   [
     (["--rounds=9"], "It takes a minute.", "With the default flags: It takes"),
     (["--output=a"], "It takes a minute.", "It takes a minute.\n"),
+    (["--seed=3"], "It takes a minute.", "It takes a minute.\n"),
+    # As it is without.
+    (["--rounds=5"], "It takes a minute.", "It takes a minute.\n"),
+    # There is no default.
+    (["--slice=4"], "It takes a minute.", "It takes a minute.\n"),
     # This says itself of how much it speaks.
     (
       ["--rounds=9"],
@@ -100,15 +105,20 @@ def test_a_program_announces_its_time_in_the_words_of_its_help(
       "Ten rounds take a minute.\n",
     ),
   ],
-  ids=["sizes", "output", "explicit"],
+  ids=["sizes", "output", "seed", "same", "none", "explicit"],
 )
 def test_what_the_default_flags_take_is_said_of_these(
   monkeypatch, capsys, given, help_says, said
 ):
   values = flags.FlagValues()
   monkeypatch.setattr(flags, "FLAGS", values)
-  for name in ("rounds", "output"):
-    flags.DEFINE_string(name, "", "Some.", flag_values=values)
+  for name, default in {
+    "rounds": "5",
+    "output": "",
+    "seed": "0",
+    "slice": None,
+  }.items():
+    flags.DEFINE_string(name, default, "Some.", flag_values=values)
     values.register_key_flag_for_module(sys.argv[0], values[name])
   values([sys.argv[0], *given])
   monkeypatch.setattr(sys.modules["__main__"], "__doc__", help_says)

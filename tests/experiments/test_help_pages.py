@@ -10,6 +10,19 @@ from absl import flags
 from kvjax.experiments import help_pages, main
 
 INPUTS = pathlib.Path(help_pages.__file__).with_name("inputs")
+_NUMBERS = (
+  r"\d+|an?|half an|a few|one|two|three|four|five|six|seven|eight|nine|ten|"
+  "eleven|twelve"
+)
+_MEASURED = re.compile(rf"\b({_NUMBERS}) (seconds?|minutes?|hours?)\b")
+# What takes as long as it is asked to, and what no device has run as a whole.
+_UNMEASURED = {
+  "evaluate": "It says what a run takes once it has answered two contexts.",
+  "trials": "They are that many evaluations.",
+  "calibrate": "It says so too; methods and tasks are the user's.",
+  "tune": "It has not been timed on a device.",
+  "benchmark_device": "Its steps have run one by one.",
+}
 PROGRAMS = [INPUTS.with_name(f"{name}.py") for name in main.PROGRAMS]
 
 
@@ -56,6 +69,8 @@ def test_a_program_says_how_long_it_takes_and_so_does_its_start(path):
   estimating = path.stem in {"compare", "evaluate", "reproduce", "calibrate"}
   quick = re.search(r"It\s+takes (a few|less than ten) seconds", source)
   assert bool(said) != bool(quick)
+  measured = _MEASURED.search(said or quick.group())
+  assert bool(measured) != (path.stem in _UNMEASURED)
   assert ("cli.announce()" in source) == bool(said and not estimating)
 
 

@@ -274,7 +274,9 @@ def test_starts_of_answers_stand_in_the_users_turn_as_in_the_official_code(
     "",
   )
   assert before.context == after.context
-  kvpress = dataclasses.replace(after, metadata={"layout": "kvpress"})
+  kvpress = dataclasses.replace(
+    after, metadata={**after.metadata, "layout": "kvpress"}
+  )
   part = Part("qasper", 3500)
   assert reader.officially_ordered({part: [kvpress]}) == {part: [kvpress]}
 

@@ -97,3 +97,16 @@ def test_what_is_wrong_is_said_in_one_sentence(
   module = "kvjax.experiments.reproduce"
   assert sentence in refusal(module, f"--output={output}", *arguments)
   assert not output.exists()
+
+
+@pytest.mark.parametrize("other", ["E2.11", "E3.6"])
+def test_one_data_is_of_one_benchmark(refusal, other, tmp_path):
+  """Also where programs read it."""
+  output = tmp_path / "papers"
+  said = refusal(
+    "kvjax.experiments.reproduce",
+    *(other, "E2.14", "--model=x", f"--data={tmp_path}"),
+    f"--output={output}",
+  )
+  assert f"{other} reads longbench and E2.14 reads math500, which" in said
+  assert not output.exists()

@@ -1,5 +1,6 @@
 """The needle tasks: what they hold, how long they are, how they are scored."""
 
+import dataclasses
 import random
 import re
 
@@ -10,6 +11,7 @@ from kvjax.errors import InputError
 from kvjax.experiments.metrics.string_match import string_match_all
 from kvjax.experiments.reference import vocabulary
 from kvjax.experiments.tasks import fitting, niah, passkey, prose, suite, words
+from kvjax.experiments.tasks.sample import Sample
 
 TOKENIZER = vocabulary.build()
 
@@ -197,3 +199,10 @@ def test_known_words_are_one_token_and_others_are_bytes():
   assert count(" the") == 1
   assert count(" quizzaciously") == len(" quizzaciously")
   assert TOKENIZER.get_vocab_size() == vocabulary.SIZE
+
+
+def test_what_a_scorer_reads_is_there_before_a_model_answers():
+  fields = ("context", "question", "", ("answer",), "task", 8)
+  known = Sample(*fields, {"words": 3}, scored_by=("words",))
+  with pytest.raises(ValueError, match=r"task is scored by shade, which its m"):
+    dataclasses.replace(known, scored_by=("words", "shade"))

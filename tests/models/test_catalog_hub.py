@@ -1,6 +1,8 @@
 """Models of the hub by name: fetched once, whole or not at all."""
 
 import hashlib
+import importlib
+import ssl
 import sys
 import types
 
@@ -16,6 +18,8 @@ from kvjax.models.snapshots import Snapshot
 
 NAME = "toy"
 RECORD = ".verified.json"
+# The hub's versions use different ones.
+client = importlib.import_module(errors.HTTPError.__module__.split(".")[0])
 SMALL = {"model.safetensors": b"weights", "config.json": b"{}"}
 
 
@@ -62,6 +66,17 @@ def test_a_model_of_the_hub_is_fetched_once(hub, cache, capsys):
   assert (folder / "model.safetensors").read_bytes() == b"weights"
 
 
+def _answered(kind, status):
+  """An error of the hub's for an answer."""
+  response = types.SimpleNamespace(headers={}, request=None, status_code=status)
+  return kind("x", response=response)
+
+
+def _caused_by(cause, error):
+  error.__cause__ = cause
+  return error
+
+
 @pytest.mark.parametrize(
   ("error", "said"),
   [
@@ -69,17 +84,47 @@ def test_a_model_of_the_hub_is_fetched_once(hub, cache, capsys):
     (errors.LocalEntryNotFoundError("x"), r"\(the hub cannot be reached\)"),
     (ConnectionResetError("x"), r"\(the hub cannot be reached\)"),
     (RuntimeError("x"), r"\(its client has failed with RuntimeError\)"),
-    (errors.RepositoryNotFoundError, r"\(the hub does not give it to you\)"),
-    (errors.RevisionNotFoundError, r"\(the hub does not give it to you\)"),
+    (
+      _answered(errors.RepositoryNotFoundError, 404),
+      r"\(the hub does not give it to you\)",
+    ),
+    (
+      _answered(errors.RevisionNotFoundError, 404),
+      r"\(the hub does not give it to you\)",
+    ),
     (OSError(28, "No space left on device"), r"toy \(No space left on devic"),
+    (client.ConnectError("x"), r"\(the hub cannot be reached\)"),
+    (client.ReadTimeout("x"), r"\(the hub cannot be reached\)"),
+    (client.ReadError("x"), r"\(the hub cannot be reached\)"),
+    # In the middle of a file.
+    (client.RemoteProtocolError("x"), r"\(the hub cannot be reached\)"),
+    (
+      _caused_by(client.ReadError("x"), RuntimeError("y")),
+      r"\(the hub cannot be reached\)",
+    ),
+    (client.UnsupportedProtocol("x"), "has failed with UnsupportedProtocol"),
+    (
+      _caused_by(ssl.SSLCertVerificationError("x"), client.ConnectError("y")),
+      r"\(its certificate cannot be verified\)",
+    ),
+    *(
+      (
+        _caused_by(
+          _answered(errors.HfHubHTTPError, status),
+          errors.LocalEntryNotFoundError("x"),
+        ),
+        said,
+      )
+      for status, said in (
+        (403, r"\(the hub has answered with status 403\)"),
+        (407, r"\(the hub has answered with status 407\)"),
+        (503, r"\(the hub cannot be reached\)"),
+      )
+    ),
   ],
-  ids=range(7),
+  ids=range(17),
 )
 def test_a_hub_that_has_it_not(hub, cache, monkeypatch, error, said):
-  if isinstance(error, type):
-    response = types.SimpleNamespace(headers={}, request=None, status_code=404)
-    error = error("x", response=response)
-
   def fail(*args, **kwargs):
     raise error
 

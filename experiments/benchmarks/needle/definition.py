@@ -9,7 +9,7 @@ the passkey, whose paper counts words: see `passkey.length_of_words`.
 import dataclasses
 import random
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, override
+from typing import Any, ClassVar, override
 
 from kvjax.experiments.benchmarks.base import (
   Benchmark,
@@ -33,7 +33,8 @@ SAMPLES = 3
 _Draw = Callable[[random.Random, int, float], Sample]
 
 
-class Grid(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Grid:
   """What samples of every length and depth have in common.
 
   Attributes:
@@ -102,7 +103,7 @@ def _metrics(answer: Answer) -> dict[str, object]:
   return {**rouge, **shares}
 
 
-class _Grid(Benchmark):
+class _ByDepth(Benchmark):
   """Something that is hidden at every length and depth."""
 
   @override
@@ -123,7 +124,7 @@ class _Grid(Benchmark):
     )
 
 
-class Needle(_Grid):
+class Needle(_ByDepth):
   """A random number that is hidden in prose."""
 
   name = "needle"
@@ -139,7 +140,7 @@ class Needle(_Grid):
     return Drawn(samples, texts.needle_origins)
 
 
-class Passkey(_Grid):
+class Passkey(_ByDepth):
   """A number of 64 digits that is hidden in prose."""
 
   name = "passkey"

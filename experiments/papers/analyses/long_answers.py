@@ -19,7 +19,7 @@ from kvjax.experiments.run.progress_bar import track
 # that of the text. Budgets are the paper's shares of the text.
 _START, _PROMPT, _TEXT = 128, 64, 256
 _BUDGETS = (_TEXT // 4, _TEXT // 2)
-_METHODS = {"KeyDiff": "keydiff:recent_frac=0.2", "SnapKV": "snapkv.keydiff"}
+METHODS = {"KeyDiff": "keydiff:recent_frac=0.2", "SnapKV": "snapkv.keydiff"}
 
 
 class _Written(NamedTuple):
@@ -49,7 +49,7 @@ def measure(subject: Subject) -> Findings:
     ["Full", "", str(_TEXT), "", _mean(_nll(subject, prompts, expected))]
   ]
   written = []
-  for name, method in track(list(_METHODS.items())):
+  for name, method in track(list(METHODS.items())):
     for budget in _BUDGETS:
       plan = kvjax.get_plan(
         method, kvjax.Tokens(budget), kvjax.Schedule(every=1)

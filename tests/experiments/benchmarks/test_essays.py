@@ -92,7 +92,7 @@ def test_the_king_james_bible_fills_long_haystacks_without_repetition():
   assert repetition.distinct_share([text]) > 0.95
   length = 27_000
   grid = needle.Grid([length], [0.5], 3, 0, count)
-  drawn = needle.needle_samples(grid._replace(essay=sentences))
+  drawn = needle.needle_samples(dataclasses.replace(grid, essay=sentences))
   found = repetition.of(drawn)
   assert not found.notes
   built_in = repetition.of(needle.needle_samples(grid))
@@ -133,7 +133,7 @@ def test_every_benchmark_hides_its_needles_in_the_given_prose(benchmark, tiny):
 @pytest.mark.parametrize("task", ["needle", "passkey"])
 def test_the_share_of_distinct_sentences_is_what_a_set_counts(task):
   draw = {"needle": needle.needle_samples, "passkey": needle.passkey_samples}
-  grid = grid_of(400, SENTENCES[:100])._replace(lengths=[400, 4000])
+  grid = dataclasses.replace(grid_of(400, SENTENCES[:100]), lengths=[400, 4000])
   found = repetition.of(draw[task](grid))
   # 600 words fill the prose once.
   assert [note.split()[1] for note in found.notes] == ["4000"]

@@ -200,7 +200,7 @@ def test_budgets_beyond_the_text_change_nothing(subject, monkeypatch):
   monkeypatch.setattr(long_answers, "_PROMPT", 16)
   monkeypatch.setattr(long_answers, "_TEXT", 12)
   monkeypatch.setattr(long_answers, "_BUDGETS", (8, 64))
-  monkeypatch.setattr(long_answers, "_METHODS", {"KeyDiff": "keydiff"})
+  monkeypatch.setattr(long_answers, "METHODS", {"KeyDiff": "keydiff"})
   findings = long_answers.measure(subject)
   full, small, large = findings.tables[0].lines
   assert [full[1], small[1], large[1]] == ["", "8", "64"]

@@ -217,9 +217,15 @@ def test_an_analysis_is_small_where_no_length_fits(session):
   assert running.scale_here(analysis(300), asked) == "paper"
 
 
+def _with_context(session, tokens):
+  """A session of the user's own model, with a context of that length."""
+  config = dataclasses.replace(session.lm.config, max_positions=tokens)
+  lm = dataclasses.replace(session.lm, config=config)
+  return session._replace(lm=lm, own_model=True)
+
+
 def test_prompts_of_longbench_are_cut_to_the_models_context(session, invented):
-  config = dataclasses.replace(session.lm.config, max_positions=4096)
-  own = session._replace(lm=dataclasses.replace(session.lm, config=config))
+  own = _with_context(session, 4096)
   setup, (note,) = running.within_context(invented.paper, own)
   assert setup.lengths == (3500,)
   assert note == (
@@ -284,7 +290,7 @@ def test_problems_of_mathematics_are_asked_as_evaluate_asks_them(
 ):
   comparison, longer = EXPERIMENTS["E2.14"].parts
   assert running.scale_of(comparison, True, Sources()) == "small"
-  own = session._replace(own_model=True, sources=problems)
+  own = _with_context(session, 16_384)._replace(sources=problems)
   planned = running._plan(comparison, own, tmp_path)
   assert planned.scale == "paper"
   ((part, samples),) = planned.drawn.samples.items()
@@ -315,6 +321,23 @@ def test_problems_of_mathematics_are_asked_as_evaluate_asks_them(
   assert {sample.max_new_tokens for sample in samples} == {128}
   assert not any(sample.chat for sample in samples)
   assert running._plan(longer, session, tmp_path) is None
+
+
+def test_answers_longer_than_the_models_context_are_left_out(
+  session, problems, tmp_path
+):
+  """The others run: an experiment does not end at one of its parts."""
+  comparison, longer = EXPERIMENTS["E2.14"].parts
+  own = _with_context(session, 8192)._replace(sources=problems)
+  assert running._plan(comparison, own, tmp_path) is not None
+  assert running._plan(longer, own, tmp_path) is None
+  assert execution.left_out(longer, own) == (
+    "8K tokens is left out: with the chat template, answers of 8192 tokens are "
+    "longer than the context of this model, 8192 tokens."
+  )
+  assert execution.left_out(longer, session) == (
+    "8K tokens is left out: only the paper's models reach it."
+  )
 
 
 @pytest.mark.slow
