@@ -25,6 +25,8 @@ from kvjax.registry.naming import suggest
 
 _AGAIN_SECONDS = 0.02
 _GRACE_SECONDS = 1.0
+# The same for work that is saved first; launchers give notice of 30 or more.
+_SAVING_SECONDS = 25.0
 _CACHE_BYTES = 2**31
 # Of numbers, and of texts in messages.
 _LARGEST = 2**31 - 1
@@ -174,7 +176,7 @@ def _raising(
 def _at_once() -> Iterator[None]:
   """Ends the process if a signal is not acted on within a second.
 
-  SIGTERM waits for programs that save their work first.
+  SIGTERM waits longer for programs that save their work first.
 
   Python's handlers wait for the main thread, which may be compiling. The number
   of a signal is written to a pipe in any case, where another thread reads it.
@@ -187,10 +189,11 @@ def _at_once() -> Iterator[None]:
   def watch() -> None:
     with os.fdopen(reader, "rb", buffering=0) as pipe:
       while number := pipe.read(1):
-        waits = number[0] == signal.SIGTERM and exits.POSTPONED.is_set()
-        if number[0] in (signal.SIGINT, signal.SIGTERM) and not waits:
+        if number[0] in (signal.SIGINT, signal.SIGTERM):
           break
-      if number and not acted.wait(_GRACE_SECONDS):
+      saves = number == bytes([signal.SIGTERM]) and exits.POSTPONED.is_set()
+      seconds = _SAVING_SECONDS if saves else _GRACE_SECONDS
+      if number and not acted.wait(seconds):
         # A progress bar may have hidden the cursor, and is in mid-line.
         shown = "\x1b[?25h\n" if sys.stderr.isatty() else ""
         os.write(sys.stderr.fileno(), f"{shown}Stopped.\n".encode())

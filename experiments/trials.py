@@ -72,6 +72,7 @@ def main(arguments: Sequence[str]) -> None:
   }
   if dry_run_inputs.DRY_RUN.value:
     _evaluate(folders[first], first, [*arguments, *shared, "--dry_run"])
+    host_inputs.start()
     say(f"This is the first of {_TRIALS.value} trials, which cost the same.")
     return
   if not shared:

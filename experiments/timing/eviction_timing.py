@@ -200,7 +200,8 @@ def table(
         f"{one.kept:,.0f}",
         f"{1e3 * seconds:,.1f}",
         f"{100 * seconds / every / step:.1f}",
-        f"{100 * (ratio - 1):.1f}",
+        # Adding zero makes -0.0 positive.
+        f"{round(100 * (ratio - 1), 1) + 0.0:.1f}",
       )
     )
   return Table("", HEADING, lines)

@@ -48,7 +48,7 @@ def test_meshes_are_of_whole_slices(case):
 
 @pytest.mark.libtpu
 def test_a_packed_cache_takes_less_of_a_device_than_a_full_one():
-  """As the page says of eight chips, whose memory an audit found it to fill."""
+  """As the page says of eight chips."""
   chips.prepare_libtpu()
   full = Case("v5e-8", "model:8", 131_072, "full", 1.0)
   packed = dataclasses.replace(full, method="ada/snapkv", retention=0.25)
@@ -82,6 +82,7 @@ def taken(case):
   ("full", "copies"), [(UNEVEN, 2), (SHARED, 1)], ids=["uneven", "shared"]
 )
 def test_what_is_kept_takes_its_share_of_a_device(full, copies):
+  """Pages are shared out over all devices; what follows them is in slots."""
   chips.prepare_libtpu()
   kept = dataclasses.replace(full, method="keydiff", retention=0.25)
   (whole, of_full), (some, of_kept) = map(taken, (full, kept))
@@ -89,8 +90,8 @@ def test_what_is_kept_takes_its_share_of_a_device(full, copies):
   slot = LAYERS * 8 * (2 * 128 * 2 + 4)
   devices = len(full.chip.devices)
   for share, found in ((1.0, whole), (0.25, some)):
-    tokens = share * full.tokens + full.use.answer
-    expected = copies * slot * tokens / devices
+    tokens = share * full.tokens + copies * full.use.answer
+    expected = slot * tokens / devices
     assert found.cache == pytest.approx(expected, rel=0.05)
   # Keys, values and scores of a layer or two, whatever is kept of them.
   layer = copies * slot / LAYERS * full.tokens / devices
