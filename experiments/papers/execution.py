@@ -271,7 +271,8 @@ def _analysis(
   for name in findings.pictures:
     report.picture(name)
   settings = session.settings
-  device = environment.device(session.devices)
+  # Every host measures alone, and the first one reports.
+  device = environment.local_device(session.devices)
   versions = wording.versions(environment.versions())
   how = f"Seed {settings.seed}, {settings.dtype} on {device}; {versions}."
   for note in [*findings.notes, how]:

@@ -28,12 +28,17 @@ def device(count: int = 1) -> str:
   Of many hosts, each has it, as in `2 hosts with 4 x TPU v5e`, unless the mesh
   spans them, as in `8 x TPU v5e on 2 hosts`.
   """
-  kind = jax.local_devices()[0].device_kind
-  if jax.default_backend() == "cpu":
-    kind = f"CPU, {os.cpu_count()} cores"
-  kind = kind if count == 1 else f"{count} x {kind}"
+  kind = local_device(count)
   if multihost.count() == 1:
     return kind
   if multihost.sharing() == 1:
     return f"{kind} on {multihost.count()} hosts"
   return f"{multihost.count()} hosts with {kind}"
+
+
+def local_device(count: int = 1) -> str:
+  """Describes the device of this host, which has done the work alone."""
+  kind = jax.local_devices()[0].device_kind
+  if jax.default_backend() == "cpu":
+    kind = f"CPU, {os.cpu_count()} cores"
+  return kind if count == 1 else f"{count} x {kind}"

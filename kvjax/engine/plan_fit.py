@@ -123,8 +123,8 @@ def check_context_axis(
       f"The {devices} devices of the axis 'context' will all have the same "
       f"cache: {max(heads)} KV heads cannot be shared out over 'model' and "
       "'context' together, and this plan's cache is not in pages, so that each "
-      f"device takes {_copied_bytes(model, params, plan):,} bytes more per "
-      "cached token."
+      f"device takes about {_copied_bytes(model, params, plan):,} bytes more "
+      "per cached token."
     )
 
 

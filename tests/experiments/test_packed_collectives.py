@@ -66,7 +66,9 @@ def test_a_prefill_sends_scores_and_what_is_kept(four):
   """And sums of tensor parallelism, but no whole keys or values."""
   sums = prefilled(FULL, four)
   assert sums == {("all-reduce", 4 * TOKENS * WIDTH): 2 * LAYERS + 1}
-  added = prefilled(PACKED, four) - sums
+  packed = prefilled(PACKED, four)
+  assert sums <= packed
+  added = packed - sums
   # Keys and values in the pages of all heads, some of which are not full, in
   # float32 on CPUs.
   pages = 2 * 4 * KV_HEADS * KEPT * DIM

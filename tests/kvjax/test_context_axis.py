@@ -136,7 +136,7 @@ def test_a_warning_says_that_devices_have_the_same_cache():
   token = 2 * 2 * (spec.key_dim + spec.value_width) * 4
   assert len(TinyModel().geometry.layers) == 2
   (message,) = {str(each.message) for each in w}
-  assert f"takes {token - token // 4} bytes more per cached token." in message
+  assert f"about {token - token // 4} bytes more per cached token." in message
 
 
 def test_blocks_are_refused():
