@@ -18,9 +18,9 @@ from kvjax.experiments.papers.analyses import (
   observed,
   prompt_lengths,
   retained_keys,
+  scorer_timing,
   stages,
   throughput,
-  timing,
 )
 from kvjax.experiments.papers.analyses.observed import unit
 from kvjax.experiments.papers.findings import Subject
@@ -286,7 +286,7 @@ def test_a_median_leaves_out_the_call_that_compiles(monkeypatch):
   clock = itertools.chain.from_iterable([(0, 20), (0, 1), (0, 9), (0, 2)])
   monkeypatch.setattr(stopwatch.time, "perf_counter", lambda: next(clock))
   calls = []
-  assert timing.median_seconds(lambda: calls.append(1), rounds=3) == 2
+  assert scorer_timing.median_seconds(lambda: calls.append(1), rounds=3) == 2
   assert len(calls) == 4
 
 
@@ -298,7 +298,7 @@ def test_timings_name_all_that_they_time(subject, monkeypatch):
     timed.append(jax.eval_shape(run))
     return 0.5
 
-  monkeypatch.setattr(timing, "median_seconds", once)
+  monkeypatch.setattr(scorer_timing, "median_seconds", once)
   monkeypatch.setattr(stages, "_PROTOTYPES", (20,))
   monkeypatch.setattr(latency, "_HEADS", 2)
   monkeypatch.setattr(latency, "_KV_HEADS", 1)
