@@ -69,7 +69,7 @@ def test_spread_is_measured_along_the_two_longest_axes():
 
 def test_methods_retain_as_many_keys_as_they_may(subject, monkeypatch):
   monkeypatch.setitem(retained_keys._SIZES, "small", (12, 8))
-  monkeypatch.setattr(retained_keys, "_METHODS", {"KeyDiff": "keydiff"})
+  monkeypatch.setattr(retained_keys, "METHODS", {"KeyDiff": "keydiff"})
   table = retained_keys.determinants(subject).tables[0]
   assert [line[0] for line in table.lines] == ["KeyDiff"]
   sizes = retained_keys._SIZES
