@@ -15,6 +15,7 @@ import kvjax
 from kvjax.engine.capacity import prepare_decoding
 from kvjax.engine.feed import evict_all
 from kvjax.engine.prepared import PreparedPlan
+from kvjax.engine.unrolled import TOKENS
 from kvjax.experiments.report.formats import Table
 from kvjax.experiments.run import progress_bar, stopwatch
 from kvjax.experiments.run.candidates import seeded
@@ -34,8 +35,8 @@ class Evicted(NamedTuple):
     method: the method.
     kept: tokens after an eviction, mean over rows, layers and KV heads.
     seconds: seconds of an eviction in each round.
-    decoding: seconds per step in each round, if the method observes every step
-      and evicts after the last.
+    decoding: seconds per step of an answer in each round, observing steps and
+      evictions included.
   """
 
   method: str
@@ -52,7 +53,7 @@ class _Full(NamedTuple):
 
 
 class _Start(NamedTuple):
-  """A cache of as many tokens as stay, and the logits that continue it."""
+  """A cache that an answer begins from, and the logits that continue it."""
 
   cache: kvjax.Cache
   logits: Float[Array, "B V"]
@@ -95,16 +96,23 @@ def measure(
     rounds: number of timings of each, after compilation.
 
   Returns:
-    Seconds per step from a cache of as many tokens as stay, in each round; and
-    the evictions of each method, with the steps before them.
+    Seconds per step without evictions, in each round; and the evictions of each
+    method, with the steps of answers. Answers are as long as those whose layers
+    CPUs run apart, and all end with caches of equally many slots.
   """
   target, every = schedule
+  answer = -(-TOKENS // every) * every
   with rich.console.Console(stderr=True).status("prefilling"):
-    few = _cut(contexts, target)
     never = kvjax.get_plan("full", kvjax.Retention(1.0))
+    # So short that the answer fills the slots that the others have.
+    short = _cut(contexts, max(target + every - answer, 1))
+    few = _cut(contexts, target)
     starts = [
-      _Start(*kvjax.prefill(lm.model, lm.params, few, plan))
-      for plan in (never, *plans.values())
+      _Start(*kvjax.prefill(lm.model, lm.params, prompts, plan))
+      for prompts, plan in (
+        (short, never),
+        *((few, plan) for plan in plans.values()),
+      )
     ]
     full = [
       _prefill(lm, of_method, _cut(contexts, target + every), every)
@@ -112,12 +120,12 @@ def measure(
     ]
 
   def step(start: _Start) -> float:
-    decoding = kvjax.Decoding(every)
+    decoding = kvjax.Decoding(answer)
     return (
       stopwatch.seconds(
         lambda: kvjax.generate(lm.model, lm.params, *start, decoding)
       )
-      / every
+      / answer
     )
 
   def copied(one: _Full) -> kvjax.Cache:
@@ -185,9 +193,9 @@ def table(
 ) -> Table:
   """Builds the table, given the results of `measure`.
 
-  The last column is how much longer `every` steps take with a method: what it
-  observes at each of them, and its eviction. It is the median over rounds, as
-  all of a round see the same interference.
+  The last column is how much longer an answer takes with a method: what it
+  observes at each step, and its evictions. It is the median over rounds, as all
+  of a round see the same interference.
   """
   step, lines = statistics.median(steps), []
   for one in evicted:
