@@ -18,6 +18,7 @@ from kvjax.experiments.timing import (
   sparse_timing,
   sweep_timing,
 )
+from kvjax.experiments.tpu import peer_table
 
 ROOT = pathlib.Path(__file__).parents[3]
 TABLE = Table("", ("method", "ms"), [("keydiff", "1.0"), ("a:b=1", "20.0")])
@@ -74,10 +75,12 @@ def part(name):
 def test_all_tables_of_the_page_are_known():
   page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
   found = re.findall(r"^<!-- (\w+) -->$", page, re.MULTILINE)
-  assert {*found, "evictions"} == {*COLUMNS}
-  # Others say where kernels apply, and what a GPU did (below).
+  # That of peers' kernels has a test of its own.
+  assert {*found, "evictions"} == {*COLUMNS, peer_table.PART}
+  # Others say where kernels apply, what a GPU did (below), and why no kernel of
+  # JAX replaces ours.
   shown = [line for line in page.splitlines() if line.startswith("| :--")]
-  assert len(shown) == len(found) + 3
+  assert len(shown) == len(found) + 4
 
 
 @pytest.mark.parametrize("name", COLUMNS)
