@@ -24,7 +24,8 @@ for compilation.
 times evictions while decoding instead, from --target plus --every tokens to
 --target, as a percentage of the steps between them. The last column is how much
 longer answers of 512 tokens or more take than those of a full cache of as many
-slots: what the method observes at each step, and the evictions.
+slots: what the method observes at each step, and the evictions. Eight methods
+take ten minutes.
 
   kvjax benchmark_decode --sizes=llama-3.1-8b \
     --length=32768 --rows=4
