@@ -3,8 +3,8 @@
   kvjax benchmark_device
 
 checks and times every kernel, decodes with random weights of a published
-model's sizes, and times retrieval and scoring. Nobody has measured how many
-minutes that takes. Every step is a program of its own. What it prints goes to
+model's sizes, and times retrieval and scoring. How many minutes that takes has
+not been measured. Every step is a program of its own. What it prints goes to
 STEP.txt in --output, below its command; steps whose file is there, of the same
 command, are not run again. The steps:
 

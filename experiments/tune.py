@@ -8,9 +8,9 @@ options, at the size of a real model. Those that do not compile, or whose
 results are not XLA's, are named and left out. The others take turns, and the
 fastest go into a table by kind of device, which programs take as
 `--kernels_table`. A table that is there is kept but for what is measured.
-Most of the time goes into compiling; nobody has measured how many minutes that
-is in all. --output=kernels/tuning.json, in a checkout, changes the table that
-comes with kvjax.
+Most of the time goes into compiling; how many minutes that is in all has not
+been measured. --output=kernels/tuning.json, in a checkout, changes the table
+that comes with kvjax.
 """
 
 import pathlib

@@ -6,7 +6,7 @@ import importlib.util
 import jax
 import jax.numpy as jnp
 import pytest
-from made_up_chip import MIB, chip, program
+from made_up_chip import MIB, chip, footprint, program
 from made_up_kernel import twice
 
 import kvjax
@@ -21,26 +21,9 @@ from kvjax.experiments.tpu import (
 )
 from kvjax.experiments.tpu.programs import Outcome, compiled, find_fault
 from kvjax.experiments.tpu.published import LLAMA
-from kvjax.kernels.compiled.footprints import Footprint
 from kvjax.kernels.dispatch import dispatch
 from kvjax.kernels.programs import Programs
 from kvjax.kernels.specs import Spec
-
-
-def footprint(**changed):
-  given = dict(
-    arguments=3 * MIB,
-    results=1 * MIB,
-    temporary=2 * MIB,
-    host=0,
-    copied=0,
-    moved=8 * MIB,
-    overlap=3,
-    kernels=("twice",),
-    vmem=5 * MIB,
-    sent=(),
-  )
-  return Footprint(**(given | changed))
 
 
 @pytest.mark.parametrize(

@@ -4,27 +4,15 @@ import pathlib
 
 import jax
 import pytest
-from made_up_chip import MIB, chip, program
+from made_up_chip import chip, footprint, program
 
 from kvjax.experiments.report import page_parts
 from kvjax.experiments.tpu import peer_kernels, peer_table
 from kvjax.experiments.tpu.programs import Outcome
-from kvjax.kernels.compiled.footprints import Footprint
 from kvjax.kernels.paged_attention.specs import SPECS
 
 ROOT = pathlib.Path(__file__).parents[2]
-TAKEN = Footprint(
-  arguments=3 * MIB,
-  results=0,
-  temporary=2 * MIB,
-  host=0,
-  copied=0,
-  moved=8 * MIB,
-  overlap=0,
-  kernels=("paged_attention",),
-  vmem=5 * MIB,
-  sent=(),
-)
+TAKEN = footprint(results=0, overlap=0, kernels=("paged_attention",))
 
 
 @pytest.mark.parametrize("platform", ["tpu", "gpu"])

