@@ -118,14 +118,14 @@ class Tuner:
       exits.StoppedError: a host got SIGTERM; the steps are saved.
     """
     logged = multihost.from_first(self._drop_log_lines) == _LOGGED
-    if self.state.total % self._epoch_steps == 0 and not logged:
-      self._log()
     left = range(self.state.total, self._schedule.steps)
-    logging.info("Starting after step %d of %d", left.start, left.stop)
     with (
       step_bar("finetuning", left) as show,
       preemption.Preemption() as preempted,
     ):
+      if left.start % self._epoch_steps == 0 and not logged:
+        self._log(preempted)
+      logging.info("Starting after step %d of %d", left.start, left.stop)
       began = time.monotonic()
       for _ in left:
         loss = self._step()
@@ -145,23 +145,23 @@ class Tuner:
           self.state = self.state.spent(time.monotonic() - began)
           self._save()
           if stops:
-            raise exits.StoppedError(self._stopped())
+            raise self._stopped()
           preempted.saved()
           if epoch_ends:
-            self._log()
+            self._log(preempted)
           began = time.monotonic()
 
   def _save(self) -> None:
     self._checkpoints.save(self.state)
     logging.info("Saved a checkpoint after step %d", self.state.total)
 
-  def _stopped(self) -> str:
+  def _stopped(self) -> exits.StoppedError:
     """Says that the run has been ended, on the first host."""
-    if not multihost.is_first():
-      return ""
-    return (
+    return exits.StoppedError(
       f"Stopped; step {self.state.total} of {self._schedule.steps} is saved, "
       "and the same command goes on from there."
+      if multihost.is_first()
+      else ""
     )
 
   def merged(self) -> tuple[DecoderModel, nnx.State]:
@@ -191,19 +191,21 @@ class Tuner:
     recipe = self._recipe
     return documents.batch(self._parts, recipe.batch, step, recipe.seed)
 
-  def _nll(self) -> float:
+  def _nll(self, preempted: preemption.Preemption) -> float:
     """Computes the documents' NLL per token with the current adapters."""
     params = self._params()
-    sums = [
-      training.measure(self._model, params, *self._batch(step))
-      for step in range(self._epoch_steps)
-    ]
+    sums = []
+    for step in range(self._epoch_steps):
+      sums.append(training.measure(self._model, params, *self._batch(step)))
+      if preempted.noticed():
+        raise self._stopped()
     foretold = np.asarray(self._parts.lengths) - 1
     return float(np.sum(sums) / foretold.sum())
 
-  def _log(self) -> None:
+  def _log(self, preempted: preemption.Preemption) -> None:
     """Measures, appends a line of progress to the log, and prints it."""
-    epoch, nll = self.state.total // self._epoch_steps, self._nll()
+    epoch = self.state.total // self._epoch_steps
+    nll = self._nll(preempted)
     record = {
       "epoch": epoch,
       "steps": self.state.total,

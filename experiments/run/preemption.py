@@ -17,8 +17,10 @@ _BETWEEN = 5.0
 class Preemption:
   """Notices SIGTERM on any host, and tells all of them after the same step.
 
-  It is a context. Within it, SIGTERM waits while steps are unsaved; at other
-  times, it ends the program at once.
+  It is a context. Within it, SIGTERM waits while steps are unsaved. At other
+  times, it ends a program on one host at once. Of many hosts none leaves alone,
+  as JAX aborts those who wait for it: from the first step on, all leave
+  together.
   """
 
   def __init__(self) -> None:
@@ -40,17 +42,23 @@ class Preemption:
   def reached(self) -> bool:
     """Whether to save and stop here; all hosts must call it after each step."""
     exits.POSTPONED.set()
+    return self.noticed()
+
+  def noticed(self) -> bool:
+    """Whether to stop here, with nothing to save; all hosts must call it."""
     if multihost.count() == 1:
       return self._came
     self._steps += 1
     return self._steps >= self._wait and self._ask()
 
   def saved(self) -> None:
-    """Lets SIGTERM end the program, as there is nothing to lose.
+    """Lets SIGTERM end a program on one host: there is nothing to lose.
 
     Raises:
       exits.Preempted: it has come.
     """
+    if multihost.count() > 1:
+      return
     exits.POSTPONED.clear()
     if self._came:
       raise exits.Preempted

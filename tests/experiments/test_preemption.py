@@ -149,3 +149,40 @@ def test_what_comes_to_one_host_reaches_all_after_the_same_step(two_hosts):
     assert preempted.reached()
   assert [came for came, _ in asked] == [False, True]
   assert not exits.POSTPONED.is_set()
+
+
+def test_of_two_hosts_none_leaves_alone_after_a_checkpoint(two_hosts):
+  answers, asked = two_hosts
+  answers += [[False, 9.0], [False, 9.0]]
+  with preemption.Preemption() as preempted:
+    assert not preempted.reached()
+    os.kill(os.getpid(), signal.SIGTERM)
+    preempted.saved()
+    # An epoch is measured for the log.
+    assert preempted.noticed()
+  assert [came for came, _ in asked] == [False, True]
+
+
+def test_what_comes_while_an_epoch_is_measured_ends_all_hosts(
+  tiny, tmp_path, two_hosts, take_steps, monkeypatch
+):
+  monkeypatch.setattr(multihost, "from_first", lambda make: make())
+  monkeypatch.setattr(multihost, "on_first", lambda act: act())
+  monkeypatch.setattr(multihost, "gather", lambda payload: [payload])
+  run = started(tmp_path, tiny)
+  take_steps(None)
+  measured = []
+
+  def measure(*given):
+    measured.append(given)
+    # Of the second epoch, the second of three batches; the start is one, too.
+    if len(measured) == 8:
+      os.kill(os.getpid(), signal.SIGTERM)
+    return jnp.ones(())
+
+  monkeypatch.setattr(training, "measure", measure)
+  monkeypatch.setattr(preemption, "_BETWEEN", 0.0)
+  with pytest.raises(exits.StoppedError, match="step 6 of 12 is saved"):
+    run.run()
+  assert len(measured) == 8
+  assert started(tmp_path, tiny).state.total == 6
