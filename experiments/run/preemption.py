@@ -42,14 +42,21 @@ class Preemption:
   def reached(self) -> bool:
     """Whether to save and stop here; all hosts must call it after each step."""
     exits.POSTPONED.set()
-    return self.noticed()
-
-  def noticed(self) -> bool:
-    """Whether to stop here, with nothing to save; all hosts must call it."""
     if multihost.count() == 1:
       return self._came
     self._steps += 1
-    return self._steps >= self._wait and self._ask()
+    if self._steps < self._wait:
+      return False
+    pace = (time.monotonic() - self._asked) / self._steps
+    stops, seconds = self._ask(pace)
+    self._wait = max(1, int(_BETWEEN / seconds))
+    self._steps = 0
+    self._asked = time.monotonic()
+    return stops
+
+  def noticed(self) -> bool:
+    """Whether to stop here, with nothing to save; all hosts must call it."""
+    return self._came if multihost.count() == 1 else self._ask(0.0)[0]
 
   def saved(self) -> None:
     """Lets SIGTERM end a program on one host: there is nothing to lose.
@@ -63,15 +70,11 @@ class Preemption:
     if self._came:
       raise exits.Preempted
 
-  def _ask(self) -> bool:
-    """Asks all hosts, and agrees with them when to do so again."""
-    own = (self._came, (time.monotonic() - self._asked) / self._steps)
-    everyone = map(json.loads, multihost.gather(json.dumps(own).encode()))
-    came, seconds = zip(*everyone, strict=True)
-    self._wait = max(1, int(_BETWEEN / max(seconds)))
-    self._steps = 0
-    self._asked = time.monotonic()
-    return any(came)
+  def _ask(self, pace: float) -> tuple[bool, float]:
+    """Returns whether a host got SIGTERM, and the longest seconds of a step."""
+    payload = json.dumps((self._came, pace)).encode()
+    came, paces = zip(*map(json.loads, multihost.gather(payload)), strict=True)
+    return any(came), max(paces)
 
   def _note(self, number: int, frame: types.FrameType | None) -> None:
     if not exits.POSTPONED.is_set():
