@@ -15,7 +15,6 @@ from kvjax.experiments.papers import (
 from kvjax.experiments.papers.analyses import (
   drawing,
   key_cosines,
-  long_answers,
   observed,
   query_plane,
   recalled_lists,
@@ -187,26 +186,6 @@ def test_recalled_keys_are_those_of_a_loop_over_queries(monkeypatch):
   # There are four lists in all.
   assert found[16] == found[4]
   assert found[1].alpha == 1.0
-
-
-def test_a_text_is_the_same_until_its_first_other_token():
-  expected = np.array([[1, 2, 3], [1, 2, 3], [1, 2, 3]])
-  texts = np.array([[1, 2, 3], [1, 9, 3], [7, 2, 3]])
-  assert long_answers.same_until(expected, texts).tolist() == [3, 1, 0]
-
-
-@pytest.mark.slow
-def test_budgets_beyond_the_text_change_nothing(subject, monkeypatch):
-  monkeypatch.setattr(long_answers, "_PROMPT", 16)
-  monkeypatch.setattr(long_answers, "_TEXT", 12)
-  monkeypatch.setattr(long_answers, "_BUDGETS", (8, 64))
-  monkeypatch.setattr(long_answers, "METHODS", {"KeyDiff": "keydiff"})
-  findings = long_answers.measure(subject)
-  full, small, large = findings.tables[0].lines
-  assert [full[1], small[1], large[1]] == ["", "8", "64"]
-  assert large[2:] == ["12", "100 %", full[4]]
-  assert float(small[2]) <= 12
-  assert float(full[4]) > 0
 
 
 @pytest.mark.parametrize("scale", ["small", "paper"])
