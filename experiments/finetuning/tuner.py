@@ -143,14 +143,17 @@ class Tuner:
         if epoch_ends or done % _SAVE_EVERY == 0 or stops:
           loss.block_until_ready()
           self.state = self.state.spent(time.monotonic() - began)
-          self._checkpoints.save(self.state)
-          logging.info("Saved a checkpoint after step %d", self.state.total)
+          self._save()
           if stops:
             raise exits.StoppedError(self._stopped())
           preempted.saved()
           if epoch_ends:
             self._log()
           began = time.monotonic()
+
+  def _save(self) -> None:
+    self._checkpoints.save(self.state)
+    logging.info("Saved a checkpoint after step %d", self.state.total)
 
   def _stopped(self) -> str:
     """Says that the run has been ended, on the first host."""
