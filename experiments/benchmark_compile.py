@@ -62,7 +62,8 @@ _TOKENS = 128
 def main() -> None:
   """Times first and later calls."""
   jax.config.update("jax_enable_compilation_cache", False)
-  depths = _depths()
+  example = "numbers of layers such as 4,32"
+  depths = sorted(parse_numbers("layers", _LAYERS.value, example, _DEEPEST))
   if not _SWEEP.value:
     refusals.refuse_empty("methods", "keydiff,adakv")
   folder = outputs.folder(_OUTPUT.value)
@@ -83,16 +84,6 @@ def main() -> None:
     f"{wording.count(_LENGTH.value, 'token')}, random weights of "
     f"SmolLM2-135M's sizes, float32 on {device(1)}",
   )
-
-
-def _depths() -> list[int]:
-  """Parses --layers, ascending.
-
-  Raises:
-    InputError: a value is no number of layers.
-  """
-  example = "numbers of layers such as 4,32"
-  return sorted(parse_numbers("layers", _LAYERS.value, example, _DEEPEST))
 
 
 def _model(layers: int) -> tuple[kvjax.Model, Any]:

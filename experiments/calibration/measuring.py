@@ -16,9 +16,9 @@ from kvjax.experiments.run import prefilling
 from kvjax.experiments.run.batching import Context
 from kvjax.experiments.run.candidates import FULL, Candidate
 from kvjax.experiments.run.comparison import Work
+from kvjax.experiments.run.line_files import LineFile
 from kvjax.experiments.run.prompting import Prompt, Shape
 from kvjax.experiments.run.results import Asked, Samples
-from kvjax.experiments.run.shared_lines import SharedLines
 from kvjax.experiments.run.token_counts import TokenCounts
 from kvjax.experiments.tasks import niah
 from kvjax.experiments.tasks.sample import Sample
@@ -69,7 +69,7 @@ class Measurement(Asked):
     return float(kvjax.likelihood_ratio(full, kept)[0])
 
 
-Measurements = SharedLines[Measurement]
+Measurements = LineFile[Measurement]
 
 
 def measure(

@@ -45,11 +45,10 @@ def answered(
     console.print(runner.foresee(job))
     return None
   device = environment.device(job.devices)
-  first = multihost.is_first()
   # Opened first: it refuses a file before answers are generated.
-  speeds = speed.Speeds(job.folder, job.settings, device) if first else None
+  speeds = speed.Speeds(job.folder, job.settings, device)
   run = runner.answer(job, began)
-  if speeds is None:
+  if not multihost.is_first():
     return None
   if TIMED_ROUNDS.value:
     speeds.measure(job.lm, job.chosen, job.samples, TIMED_ROUNDS.value)

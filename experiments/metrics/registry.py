@@ -51,13 +51,12 @@ def score(
   return METRICS[sample.metric](sample, Said(prediction, is_cut))
 
 
-def register(name: str, metric: Metric, module: str | None = None) -> None:
+def register(name: str, metric: Metric) -> None:
   """Adds a metric, as a benchmark with one of its own does.
 
   Args:
     name: its name, for `Sample.metric`.
     metric: computes the scores; an empty answer has 0.
-    module: the module that it needs, of the extra `data`.
 
   Raises:
     ValueError: another metric has the name.
@@ -65,8 +64,6 @@ def register(name: str, metric: Metric, module: str | None = None) -> None:
   if METRICS.get(name, metric) is not metric:
     raise ValueError(f"There is a metric {name!r} already.")
   METRICS[name] = metric
-  if module is not None:
-    _LIBRARIES[name] = module
 
 
 def check(metrics: Iterable[str]) -> None:

@@ -6,17 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import rich.console
-from matplotlib.figure import Figure
 
 from kvjax.experiments.papers import (
   compare_to_paper,
+  number_pictures,
   paper_tables,
   programs,
   running,
-  size_picture,
-  sweep_picture,
 )
-from kvjax.experiments.papers.compare_to_paper import PaperComparison
 from kvjax.experiments.papers.data_model import Analysis, Comparison, Experiment
 from kvjax.experiments.papers.findings import Findings, Scale
 from kvjax.experiments.papers.running import Session
@@ -230,7 +227,7 @@ def _comparison(
   compared = result.comparison
   for table in paper_tables.tables(compared):
     report.show(table)
-  for name, figure in _pictures(compared).items():
+  for name, figure in number_pictures.draw(compared).items():
     file = f"{running.folder_name(part.name)}_{name}.png"
     outputs.write_bytes(folder / file, png(figure))
     report.picture(file)
@@ -252,15 +249,6 @@ def _comparison(
   return [
     {"part": part.name, **cell} for cell in compare_to_paper.as_data(compared)
   ]
-
-
-def _pictures(compared: PaperComparison) -> dict[str, Figure]:
-  """Draws the plots of a comparison that its run does not have, by name."""
-  if compared.sizes:
-    return {"by_size": size_picture.draw(compared)}
-  if sweep_picture.parameters(sweep_picture.ran(compared)):
-    return {"sweeps": sweep_picture.draw(compared)}
-  return {}
 
 
 def _analysis(

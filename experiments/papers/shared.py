@@ -56,11 +56,9 @@ def longbench(
   return Setup("longbench", tasks, (limit,), samples, schedule=schedule)
 
 
-def four_needles(
-  schedule: Schedule = WHOLE, samples: int = 4, length: int = 1024
-) -> Setup:
+def four_needles(schedule: Schedule = WHOLE, samples: int = 4) -> Setup:
   """Defines the substitute for LongBench."""
-  return Setup("ruler", FOUR_NEEDLES, (length,), samples, schedule=schedule)
+  return Setup("ruler", FOUR_NEEDLES, (1024,), samples, schedule=schedule)
 
 
 def ruler(

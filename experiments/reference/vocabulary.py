@@ -24,11 +24,6 @@ _PIECE_RE = r" [A-Za-z]+|[A-Za-z]+|[’“”—…]"
 _HEX = frozenset("abcdef")
 
 
-def _bytes_as_characters() -> list[str]:
-  """Returns the 256 characters that represent bytes in byte-level BPE."""
-  return sorted(pre_tokenizers.ByteLevel.alphabet())
-
-
 def _prose_pieces() -> list[str]:
   """Lists pieces of the training topics, the most frequent first."""
   counts = collections.Counter(
@@ -57,7 +52,8 @@ def build() -> tokenizers.Tokenizer:
   """Builds the tokenizer deterministically, with `SIZE` entries."""
   byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
   specials = [BOS, EOS, PAD]
-  characters = _bytes_as_characters()
+  # 256 of them represent bytes.
+  characters = sorted(pre_tokenizers.ByteLevel.alphabet())
   vocabulary = dict.fromkeys([*specials, *characters])
   for piece in _known_pieces():
     if len(vocabulary) == SIZE:

@@ -95,7 +95,9 @@ def draw(axes: Axes, lines: Sequence[Line]) -> None:
       continue
     _draw_intervals(axes, line)
     if line.level:
-      axes.axhline(scores[-1], color=line.color, linewidth=0.8, zorder=1)
+      axes.axhline(
+        scores[-1], color=line.color, linewidth=0.8, zorder=1, label=line.name
+      )
       continue
     axes.plot(
       x,
@@ -109,6 +111,7 @@ def draw(axes: Axes, lines: Sequence[Line]) -> None:
       markeredgewidth=0.5,
       markevery=slice(line.shared, None),
       clip_on=False,
+      label=line.name,
     )
 
 

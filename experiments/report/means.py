@@ -194,7 +194,8 @@ def score(row: Row) -> float:
   return row["score"]
 
 
-def _other_score(name: str) -> Callable[[Row], float]:
+def other_score(name: str) -> Callable[[Row], float]:
+  """Returns an accessor of a score by its name."""
   return lambda row: row["scores"][name]
 
 
@@ -257,7 +258,7 @@ def _mean(
     if name not in OPTIONAL or all(name in row for row in rows)
   }
   passed = {
-    name: mean_of(rows, _other_score(name))
+    name: mean_of(rows, other_score(name))
     for name in first["scores"]
     if name.startswith(PASS) and all(name in row["scores"] for row in rows)
   }

@@ -9,6 +9,7 @@ from kvjax import files
 from kvjax.errors import InputError
 from kvjax.experiments.report.means import Row, Summary, means, ranked
 from kvjax.experiments.run import typed_records
+from kvjax.experiments.run.line_files import parse_lines
 from kvjax.experiments.run.results import Answer, Settings
 from kvjax.models.json_files import read_text
 
@@ -176,16 +177,8 @@ def _summary(path: pathlib.Path) -> dict[str, Any]:
 def _answers(path: pathlib.Path) -> list[Answer]:
   """Reads answers; skips an incomplete last line of a killed run."""
   text = read_text(path)
-  answers = []
-  for number, line in enumerate(text[: text.rfind("\n") + 1].split("\n")[:-1]):
-    try:
-      answers.append(typed_records.make(Answer, files.parse_json(line)))
-    except ValueError as error:
-      raise InputError(
-        f"Line {number + 1} of {path} is not an answer; remove the file, or "
-        "the line."
-      ) from error
-  return answers
+  lines = text[: text.rfind("\n") + 1].split("\n")[:-1]
+  return parse_lines(lines, Answer, path, "answer")
 
 
 def _averaged(rows: Sequence[Row], answers: Sequence[Answer]) -> list[Answer]:

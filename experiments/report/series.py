@@ -1,13 +1,19 @@
 """Tables of scores, or tokens kept, by length or turn."""
 
-import functools
 import statistics
 from collections.abc import Callable, Mapping
 
 from kvjax.experiments.benchmarks.registry import presentation
 from kvjax.experiments.report import wording
 from kvjax.experiments.report.formats import Table
-from kvjax.experiments.report.means import Name, Row, grouped, mean_of, score
+from kvjax.experiments.report.means import (
+  Name,
+  Row,
+  grouped,
+  mean_of,
+  other_score,
+  score,
+)
 from kvjax.experiments.report.run_files import Record
 from kvjax.experiments.run.candidates import FULL
 
@@ -103,16 +109,12 @@ def _scores(record: Record) -> dict[str, _Value]:
   accessors: dict[str, _Value] = {wording.score_name(record.summary): score}
   for name in rows[0]["scores"]:
     if all(name in row["scores"] for row in rows):
-      accessors[_named(name)] = functools.partial(_other, name)
+      accessors[_named(name)] = other_score(name)
   return accessors
 
 
 def _named(name: str) -> str:
   return name.replace("_", " ")
-
-
-def _other(name: str, row: Row) -> float:
-  return row["scores"][name]
 
 
 def _kept(row: Row) -> float:

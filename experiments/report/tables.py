@@ -247,7 +247,8 @@ def _tasks(part: Record) -> list[Table]:
 
 def at_middle(record: Record) -> Record:
   """Selects the full cache and the rows of the middle budget."""
-  return _at(record, _middle(record))
+  budgets = budget_names(record)
+  return _at(record, budgets[len(budgets) // 2])
 
 
 def _at(record: Record, budget: str) -> Record:
@@ -265,11 +266,6 @@ def budget_names(record: Record) -> list[str]:
   names = grouped(record.summary["rows"])
   budgets = dict.fromkeys(budget for method, budget in names if method != FULL)
   return list(budgets) or [budget for _, budget in names]
-
-
-def _middle(record: Record) -> str:
-  budgets = budget_names(record)
-  return budgets[len(budgets) // 2]
 
 
 def _uncertainty(mean: Mean, name: str) -> dict[str, str]:

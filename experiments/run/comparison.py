@@ -17,6 +17,7 @@ from kvjax.experiments.run.batching import (
   join_turns,
 )
 from kvjax.experiments.run.candidates import Candidate
+from kvjax.experiments.run.line_files import LineFile
 from kvjax.experiments.run.memory import rows_that_fit
 from kvjax.experiments.run.prompting import (
   QUERY_AGNOSTIC,
@@ -33,7 +34,6 @@ from kvjax.experiments.run.results import (
   Samples,
   Settings,
 )
-from kvjax.experiments.run.shared_lines import SharedLines
 from kvjax.models.pretrained import Pretrained
 from kvjax.models.tokenizer import Tokenizer
 
@@ -67,7 +67,7 @@ def pending(
   lm: Pretrained,
   candidates: Sequence[Candidate],
   samples: Samples,
-  results: SharedLines[Any],
+  results: LineFile[Any],
   batch: int,
   protocol: Protocol = QUERY_AGNOSTIC,
   apart: bool = False,

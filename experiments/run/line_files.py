@@ -8,12 +8,22 @@ import json
 import os
 import pathlib
 import tempfile
-from collections.abc import Hashable, Iterable
+import types
+from collections.abc import (
+  Callable,
+  Hashable,
+  Iterable,
+  Iterator,
+  Mapping,
+  Sequence,
+)
 from typing import Any
 
 from kvjax import files
 from kvjax.errors import InputError
 from kvjax.experiments.run import multihost, typed_records
+
+_NONE: Mapping[str, Any] = types.MappingProxyType({})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +41,8 @@ class LineFile[Record: Line]:
 
   The first record creates file and folder. An incomplete last line of a killed
   run is dropped and has to be computed again. Nothing else is dropped: a last
-  line that this run cannot have begun is refused.
+  line that this run cannot have begun is refused. Of many hosts, the first one
+  reads and writes the file, and all know the records.
 
   Attributes:
     folder: folder of the file.
@@ -41,7 +52,7 @@ class LineFile[Record: Line]:
   def __init__(
     self, path: pathlib.Path, shared: Any, kind: type[Record], name: str
   ):
-    """Reads the existing records.
+    """Reads the existing records; all hosts must call it.
 
     Args:
       path: the file.
@@ -53,43 +64,57 @@ class LineFile[Record: Line]:
       InputError: the folder is not writable, or the file has records with other
         shared fields or malformed lines.
     """
-    check_writable(path.parent)
     self.folder = path.parent
-    self.records: dict[Hashable, Record] = {}
     self._shared = dataclasses.asdict(shared)
     self._path = path
     self._kind = kind
     self._name = name
     self._complete_bytes = self._bytes = 0
-    if os.path.lexists(self._path):
-      text = self._read()
-      self._bytes = len(text)
-      self._complete_bytes = text.rfind(b"\n") + 1
-      lines = text[: self._complete_bytes].splitlines()
-      for number, line in enumerate(lines, start=1):
-        record = self._parse(line, number)
-        self.records[record.key] = record
-      self._check_rest(text[self._complete_bytes :])
+    self.records: dict[Hashable, Record] = {}
+    lines = multihost.from_first(self._read)
+    if not multihost.is_first():
+      self.records = {each.key: each for each in self._parse(lines)}
 
   def _read(self) -> bytes:
+    """Reads the records, and returns their lines for other hosts."""
+    check_writable(self.folder)
+    if not os.path.lexists(self._path):
+      return b""
     files.check_whole(self._path)
     try:
       with self._path.open("r+b") as file:
-        return file.read()
+        text = file.read()
     except OSError as error:
       raise InputError(
         f"{self._path} cannot be written: {error.strerror}."
       ) from error
+    self._bytes = len(text)
+    self._complete_bytes = text.rfind(b"\n") + 1
+    lines, rest = text[: self._complete_bytes], text[self._complete_bytes :]
+    records = self._parse(lines, self._shared)
+    self.records = {each.key: each for each in records}
+    self._check_rest(rest)
+    return lines
 
   def add(self, records: Iterable[Record]) -> None:
-    """Appends records, each as a line with the shared fields.
+    """Appends records that all hosts know, each with the shared fields.
 
     Raises:
       InputError: the disk is full, the folder has become read-only, or another
         run writes to it.
     """
     records = list(records)
-    lines = b"".join(self._line(record) for record in records)
+    if multihost.is_first():
+      self._write(self._lines(records))
+    self.records |= {record.key: record for record in records}
+
+  def share[Item](
+    self, items: Sequence[Item], work: Callable[[Item], Iterator[list[Record]]]
+  ) -> Iterator[list[Record]]:
+    """Yields the records of all items on all hosts; see `multihost.share`."""
+    return multihost.share(items, work, self._lines, self._parse)
+
+  def _write(self, lines: bytes) -> None:
     try:
       self.folder.mkdir(parents=True, exist_ok=True)
       # Without a buffer, nothing is left for when the file is closed.
@@ -115,7 +140,6 @@ class LineFile[Record: Line]:
         "kept, and the same command goes on from there."
       ) from error
     self._complete_bytes += len(lines)
-    self.records |= {record.key: record for record in records}
 
   def _check_rest(self, rest: bytes) -> None:
     """Refuses an incomplete last line unless a run like this one began it."""
@@ -127,26 +151,55 @@ class LineFile[Record: Line]:
         "with these settings; remove the line or choose another --output."
       )
 
-  def _line(self, record: Record) -> bytes:
-    return _encode(self._shared | dataclasses.asdict(record)) + b"\n"
+  def _lines(self, records: Iterable[Record]) -> bytes:
+    return b"".join(
+      _encode(self._shared | dataclasses.asdict(record)) + b"\n"
+      for record in records
+    )
 
-  def _parse(self, line: bytes, number: int) -> Record:
+  def _parse(
+    self, lines: bytes, shared: Mapping[str, Any] = _NONE
+  ) -> list[Record]:
+    return parse_lines(
+      lines.splitlines(), self._kind, self._path, self._name, shared
+    )
+
+
+def parse_lines[Record](
+  lines: Iterable[bytes | str],
+  kind: type[Record],
+  path: pathlib.Path,
+  name: str,
+  shared: Mapping[str, Any] = _NONE,
+) -> list[Record]:
+  """Makes records of lines.
+
+  Args:
+    lines: the lines.
+    kind: the class of the records.
+    path: the file of the lines, for messages.
+    name: name of a record in messages.
+    shared: fields that all lines must have.
+
+  Raises:
+    InputError: a line is malformed, or has others.
+  """
+  records = []
+  for number, line in enumerate(lines, start=1):
     try:
       fields = files.parse_json(line)
-      record = typed_records.make(self._kind, fields)
+      records.append(typed_records.make(kind, fields))
     except ValueError as error:
       raise InputError(
-        f"Line {number} of {self._path} is no {self._name}; remove the "
-        "file or choose another --output."
+        f"Line {number} of {path} is no {name}; remove the file, or the line."
       ) from error
-    for name, value in self._shared.items():
-      if fields.get(name) != value:
+    for field, value in shared.items():
+      if fields.get(field) != value:
         raise InputError(
-          f"{self._path} holds {self._name}s with {name} {fields.get(name)}, "
-          f"and this run has {name} {value}; remove it or choose another "
-          "--output."
+          f"{path} holds {name}s with {field} {fields.get(field)}, and this "
+          f"run has {field} {value}; remove it or choose another --output."
         )
-    return record
+  return records
 
 
 def _encode(fields: dict[str, Any]) -> bytes:

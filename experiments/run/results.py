@@ -8,9 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from kvjax.experiments.benchmarks import hub
-from kvjax.experiments.run.line_files import Line
+from kvjax.experiments.run.line_files import Line, LineFile
 from kvjax.experiments.run.prompting import QUERY_AGNOSTIC, Protocol
-from kvjax.experiments.run.shared_lines import SharedLines
 from kvjax.experiments.tasks.sample import Sample
 from kvjax.models.tensor_files import CHECKPOINT, has_checkpoint
 from kvjax.options.schedules import WHOLE
@@ -189,16 +188,14 @@ class Key(NamedTuple):
   budget: str
 
 
-class Results(SharedLines[Answer]):
+class Results(LineFile[Answer]):
   """The answers in `samples.jsonl` of a folder, by their keys.
 
-  A question whose line is incomplete is answered again. Of many hosts, the
-  first one reads and writes the file, and all know its answers.
+  A question whose line is incomplete is answered again.
   """
 
   def __init__(self, folder: pathlib.Path, settings: Settings):
     """Reads the existing answers; errors are those of `LineFile`."""
-    self.folder = folder
     super().__init__(folder / "samples.jsonl", settings, Answer, "answer")
 
 

@@ -16,6 +16,7 @@ QUESTION = "What is the pass key?"
 ANSWER_PREFIX = " The pass key is"
 TEMPLATE_TEXT = (INTRO, NEEDLE, QUESTION, ANSWER_PREFIX)
 
+_DIGITS = 64
 MAX_NEW_TOKENS = 96
 OFFICIAL_MAX_NEW_TOKENS = 256
 
@@ -27,10 +28,9 @@ def passkey(
   *,
   essay: prose.Essay = "heldout",
   depth: float | None = None,
-  digits: int = 64,
   official: bool = False,
 ) -> Sample:
-  """Draws a key of `digits` digits in prose, stated twice in one sentence.
+  """Draws a key of 64 digits in prose, stated twice in one sentence.
 
   Args:
     rng: source of all draws.
@@ -39,7 +39,6 @@ def passkey(
     essay: the prose in which the key is hidden.
     depth: position of the needle from 0, the start, to 1, the end; random if
       None.
-    digits: number of digits.
     official: give the answer as many tokens as `longctx_bench` does, end the
       start of the answer with a blank, and begin the question with the line
       break before it.
@@ -47,7 +46,7 @@ def passkey(
   Raises:
     InputError: `length` is too short for the prompt.
   """
-  key = "".join(rng.choice("0123456789") for _ in range(digits))
+  key = "".join(rng.choice("0123456789") for _ in range(_DIGITS))
   place = rng.random() if depth is None else depth
   text = fitting.ProseText(rng, essay)
   end, question, prefix = "\n", QUESTION, ANSWER_PREFIX

@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
-import rich.console
 
 import kvjax
 from kvjax.experiments.report import wording
@@ -61,7 +60,7 @@ def measure(
     tokens: tokens that every row decodes per round, without stopping early.
     rounds: number of timings of each, after compilation.
   """
-  with rich.console.Console(stderr=True).status("prefilling"):
+  with progress_bar.progress_bar(None, "prefilling", transient=True):
     results = prefilling.prefill_all(lm, [c.plan for c in chosen], contexts)
     jax.block_until_ready(results)
   decoding = kvjax.Decoding(tokens)

@@ -8,7 +8,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import rich.console
 from jaxtyping import Array, Float
 
 import kvjax
@@ -102,7 +101,7 @@ def measure(
   """
   target, every = schedule
   answer = -(-TOKENS // every) * every
-  with rich.console.Console(stderr=True).status("prefilling"):
+  with progress_bar.progress_bar(None, "prefilling", transient=True):
     never = kvjax.get_plan("full", kvjax.Retention(1.0))
     # So short that the answer fills the slots that the others have.
     short = _cut(contexts, max(target + every - answer, 1))

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-import rich.console
 
 from kvjax.errors import InputError
 from kvjax.experiments.report.formats import Table
@@ -53,7 +52,7 @@ def measure(
     return stopwatch.seconds(lambda: list(map(answer, groups)))
 
   alone = [[candidate] for candidate in chosen]
-  with rich.console.Console(stderr=True).status("compiling the sweep"):
+  with progress_bar.progress_bar(None, "compiling the sweep", transient=True):
     swept = {(r.candidate, r.text) for r in answer(chosen)}
   singly = progress_bar.track(alone, "compiling each alone")
   same = {(r.candidate, r.text) for group in singly for r in answer(group)}

@@ -142,7 +142,7 @@ def test_answers_of_wrong_values(tmp_path, name):
   for value in values:
     path.write_text(json.dumps(FIELDS | {name: value}) + "\n")
     refused(lambda: Results(tmp_path, SETTINGS), "Line 1 of .* is no answer")
-    refused(lambda: run_files._answers(path), "Line 1 of .* is not an answer")
+    refused(lambda: run_files._answers(path), "Line 1 of .* is no answer")
 
 
 @pytest.mark.parametrize("value", [{}, {"other": 1.0}, {"score": "1"}])

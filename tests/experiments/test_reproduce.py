@@ -52,7 +52,6 @@ def test_every_analysis_writes_its_pictures(binary, tiny_directory, tmp_path):
     "E2.8": ["alike", "apart", "norms", "top"],
     "E2.11": ["keys_and_attention"],
     "E2.12": ["queries"],
-    "E2.13": ["long_answers"],
     "E3.9": ["layers", "mask"],
     "E4.11": ["recalled"],
   }

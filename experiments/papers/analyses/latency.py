@@ -1,10 +1,8 @@
 """E3.8: latency of scorers in one layer of Llama-3.1-8B."""
 
 import jax
-from jaxtyping import Array, PyTree
 
 import kvjax
-from kvjax.activations import Activations
 from kvjax.cache.layers import LayerCache
 from kvjax.engine.forward import attend_to_prompt
 from kvjax.experiments.papers.analyses.scorer_timing import (
@@ -15,10 +13,9 @@ from kvjax.experiments.papers.analyses.scorer_timing import (
 from kvjax.experiments.papers.findings import Findings, Subject
 from kvjax.experiments.report.formats import Table
 from kvjax.experiments.run.progress_bar import track
-from kvjax.methods.leverage import draw_factors, leverage
 from kvjax.testing import random_activations
 
-_HEADS, _KV_HEADS, _DIM, _SKETCH = 32, 8, 128, 64
+_HEADS, _KV_HEADS, _DIM = 32, 8, 128
 _BASELINE = "SnapKV"
 
 
@@ -54,18 +51,9 @@ def scorers(subject: Subject) -> Findings:
   return Findings([Table(title, header, lines, names=2)])
 
 
-def _leverage(cache: LayerCache, activations: Activations) -> PyTree[Array]:
-  key = jax.random.key(0)
-  factors = draw_factors("gaussian", key, _KV_HEADS, _DIM, _SKETCH)
-  assert activations.keys_unrotated is not None
-  return leverage(
-    activations.keys_unrotated, cache.valid, factors, "svd", False
-  )
-
-
 _SCORERS: dict[str, Scorer] = {
   "Compactor": scorer_of(kvjax.get_method("compactor")),
-  "Compactor without a": _leverage,
+  "Compactor without a": scorer_of(kvjax.get_method("leverage")),
   "SnapKV": scorer_of(kvjax.get_method("snapkv.compactor")),
   "H2O": scorer_of(kvjax.get_method("h2o.compactor")),
   "dense attention": lambda _, activations: attend_to_prompt(activations),

@@ -32,7 +32,8 @@ def measure(subject: Subject) -> Findings:
   )
   cache = LayerCache.of(activations)
   columns = {
-    count: _stages(activations, count) | {"ProtoKV": _scorer("protokv", count)}
+    count: _stages(activations, count)
+    | {"ProtoKV": scorer_of(kvjax.get_method(f"protokv:prototypes={count}"))}
     for count in _PROTOTYPES
   }
   names = list(columns[_PROTOTYPES[0]])
@@ -62,10 +63,6 @@ def measure(subject: Subject) -> Findings:
 
 
 _Centers = tuple[Float[Array, "P D"], Bool[Array, " P"]]
-
-
-def _scorer(name: str, count: int) -> Scorer:
-  return scorer_of(kvjax.get_method(f"{name}:prototypes={count}"))
 
 
 def _stages(activations: Activations, count: int) -> dict[str, Scorer]:

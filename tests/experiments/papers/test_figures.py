@@ -6,16 +6,10 @@ import itertools
 import numpy as np
 import pytest
 
-from kvjax.experiments.papers import (
-  compare_to_paper,
-  running,
-  size_picture,
-  sweep_picture,
-)
+from kvjax.experiments.papers import compare_to_paper, number_pictures, running
 from kvjax.experiments.papers.analyses import (
   drawing,
   key_cosines,
-  long_answers,
   observed,
   query_plane,
   recalled_lists,
@@ -189,44 +183,33 @@ def test_recalled_keys_are_those_of_a_loop_over_queries(monkeypatch):
   assert found[1].alpha == 1.0
 
 
-def test_a_text_is_the_same_until_its_first_other_token():
-  expected = np.array([[1, 2, 3], [1, 2, 3], [1, 2, 3]])
-  texts = np.array([[1, 2, 3], [1, 9, 3], [7, 2, 3]])
-  assert long_answers.same_until(expected, texts).tolist() == [3, 1, 0]
-
-
-@pytest.mark.slow
-def test_budgets_beyond_the_text_change_nothing(subject, monkeypatch):
-  monkeypatch.setattr(long_answers, "_PROMPT", 16)
-  monkeypatch.setattr(long_answers, "_TEXT", 12)
-  monkeypatch.setattr(long_answers, "_BUDGETS", (8, 64))
-  monkeypatch.setattr(long_answers, "METHODS", {"KeyDiff": "keydiff"})
-  findings = long_answers.measure(subject)
-  full, small, large = findings.tables[0].lines
-  assert [full[1], small[1], large[1]] == ["", "8", "64"]
-  assert large[2:] == ["12", "100 %", full[4]]
-  assert float(small[2]) <= 12
-  assert float(full[4]) > 0
-
-
 @pytest.mark.parametrize("scale", ["small", "paper"])
 def test_scores_are_drawn_by_size(invented, scale):
   """At the paper's scale next to its numbers."""
-  size = Size("kept", lambda candidate: len(candidate.method), (3, 90))
+
+  def kept(candidate):
+    return None if candidate.method == "full" else len(candidate.method)
+
+  size = Size("kept", kept, (3, 90))
   sized = dataclasses.replace(invented, size=size)
   cells = running.cells_of(sized, scale, sized.at(scale))
   empty = compare_to_paper.compare_to_paper(sized, scale, cells, [])
   headline = invented.averages[0]
   number = compare_to_paper.Number(40.0, (30.0, 50.0), 2)
-  ours = {
-    Key(line, column, headline.name): number for line, column in empty.sizes
-  }
+  ours = {Key(*place, headline.name): number for place in empty.here}
   compared = empty._replace(averages={headline.name: headline}, ours=ours)
-  axes = size_picture.draw(compared).axes[0]
-  labels = axes.get_legend_handles_labels()[1]
-  assert labels == (["ours"] if scale == "small" else ["ours", "A model"])
-  guides = [line.get_xdata()[0] for line in axes.lines if line.get_ls() == "-"]
-  assert {3, 90} <= set(guides)
+  axes = number_pictures.draw(compared)["by_size"].axes[0]
+  curves = dict(zip(*axes.get_legend_handles_labels()[::-1], strict=True))
+  own = ["ours, Full", "ours, Sinks", "ours, Ours"]
+  printed = ["A model, Full", "A model, Sinks", "A model, Ours"]
+  assert sorted(curves) == sorted(own if scale == "small" else own + printed)
+  sizes = sorted(n for (line, _), n in empty.sizes.items() if line == "Ours")
+  assert curves["ours, Ours"].get_xdata().tolist() == sizes
+  # A level.
+  assert curves["ours, Full"].get_xdata() == [0, 1]
+  assert list(curves["ours, Full"].get_ydata()) == [40.0, 40.0]
+  guides = {line.get_xdata()[0] for line in axes.lines}
+  assert {3, 90} <= guides
   assert axes.get_xlabel() == "kept"
 
 
@@ -239,9 +222,9 @@ def test_lines_are_grouped_by_the_parameter_that_they_vary():
     "rho = 1 rho'",
     "rho = 5 rho'",
   ]
-  assert sweep_picture.parameters(names) == {
-    "C": [(80, "C = 80"), (320, "C = 320")],
-    "rho / rho'": [(1, "rho = 1 rho'"), (5, "rho = 5 rho'")],
+  assert number_pictures.parameters(names) == {
+    "C": {"C = 320": 320, "C = 80": 80},
+    "rho / rho'": {"rho = 1 rho'": 1, "rho = 5 rho'": 5},
   }
 
 
@@ -264,12 +247,12 @@ def test_a_sweep_has_a_panel_per_parameter(invented, scale):
   compared = empty._replace(
     averages={headline: invented.averages[0]}, ours=ours
   )
-  figure = sweep_picture.draw(compared)
+  figure = number_pictures.draw(compared)["sweeps"]
   assert [axes.get_xlabel() for axes in figure.axes] == ["C", "p"]
   labels = figure.axes[0].get_legend_handles_labels()[1]
   expected = ["ours, short"]
   assert sorted(labels) == sorted(
     expected if scale == "small" else [*expected, "A model, short"]
   )
-  low, high = figure.axes[0].collections[0].get_segments()[0][:, 1]
-  assert (low, high) == (30.0, 55.0)
+  bar = figure.axes[0].lines[0]
+  assert tuple(bar.get_ydata()) == (30.0, 55.0)

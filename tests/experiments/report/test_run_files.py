@@ -61,7 +61,7 @@ def test_lines_that_are_no_answers_are_named(answer, record, tmp_path):
   path = record([answer()], tmp_path).folder / "samples.jsonl"
   with path.open("a") as file:
     file.write('{"task": "a"}\n')
-  with pytest.raises(InputError, match=rf"Line 2 of {path} is not an answer"):
+  with pytest.raises(InputError, match=rf"Line 2 of {path} is no answer"):
     run_files.read(tmp_path)
 
 
