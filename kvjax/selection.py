@@ -109,7 +109,7 @@ def last_tokens(
 def newest(
   valid: Bool[Array, "B K T"],
   must_keep: Bool[Array, "B K T"],
-  counts: Int[Array, "B #K"],
+  counts: Int[Array, " B #K"],
   window: int,
 ) -> Bool[Array, "B K T"]:
   """Mask of the last `window` tokens, or of as many as `counts` allows."""

@@ -9,6 +9,7 @@ import re
 import shutil
 
 import orbax.checkpoint as ocp
+import page_commands
 import pytest
 import safetensors.numpy
 from adapted import GOLDEN
@@ -177,13 +178,14 @@ def test_commands_name_programs_and_flags_that_exist(page):
   known = set().union(*map(flags_of, PROGRAMS), OF_EVERY_PROGRAM, {"sync"})
   # Launchers have flags of their own, before the command that they launch.
   launcher = r"^ {4}(?:gcloud|xpk) (?:(?!kvjax ).)*"
+  text = page_commands.joined(text)
   text = re.sub(launcher, "", text, flags=re.MULTILINE)
   assert {*flags_in(text)} <= known
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_commands_have_flags_of_their_own_program(page):
-  text = TEXTS[page].replace("\\\n", " ")
+  text = page_commands.joined(TEXTS[page])
   commands = re.findall(r"^ {4}.*?\bkvjax (\w+)(.*)", text, re.MULTILINE)
   commands += re.findall(r"`kvjax (\w+)([^`]*)`", text)
   commands += [

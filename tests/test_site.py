@@ -9,6 +9,7 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
 HOOK = runpy.run_path(str(ROOT / "docs" / "site_links.py"))
+BREAKS = runpy.run_path(str(ROOT / "docs" / "site_breaks.py"))
 API = {path.stem: path.read_text() for path in ROOT.glob("docs/api/*.md")}
 REFERRED = [
   name
@@ -100,12 +101,64 @@ def test_links_to_folders_become_text_and_code_stays():
   assert HOOK["rewrite"](text, "CONTRIBUTING.md") == plain
 
 
+def word(text):
+  return f'<span class="word">{text}</span>'
+
+
+LONG = "a," * 40
+
+
+@pytest.mark.parametrize(
+  ("html", "guided"),
+  [
+    ("<p>50 % of them</p>", "<p>50&nbsp;% of them</p>"),
+    ("<p>a--b</p>", "<p>a--b</p>"),
+    (
+      "<code>kvjax compare --every=16</code>",
+      f"<code>kvjax compare {word('--every=16')}</code>",
+    ),
+    (
+      f"<code>--methods={LONG}</code>",
+      f"<code>{word('--methods=')}{LONG}</code>",
+    ),
+    ("<code>lagkv:lag=32</code>", "<code>lagkv:lag=32</code>"),
+    (
+      "<table><tr><td><code>f(a:b=1:2) --c-d</code></table>",
+      "<table><tr><td><code>f(<wbr>a:<wbr>b=1:2) "
+      f"{word('--c-d')}</code></table>",
+    ),
+    # Links of the API reference, whose tags have attributes.
+    ('<code><a href="a-b">a</a></code>', '<code><a href="a-b">a</a></code>'),
+    (
+      "<pre><code>--a-b 5 %\n</code></pre><p>5 %</p>",
+      "<pre><code>--a-b 5 %\n</code></pre><p>5&nbsp;%</p>",
+    ),
+  ],
+)
+def test_lines_break_between_words_of_code(html, guided):
+  assert BREAKS["guide"](html) == guided
+
+
+def test_commands_fit_the_site():
+  """But for lists of methods, which have no spaces."""
+  for path in (ROOT / "README.md", *ROOT.glob("docs/**/*.md")):
+    for line in path.read_text(encoding="utf-8").splitlines():
+      command = re.match(r" {4}(?:kvjax|make|gcloud|xpk) (.*)", line)
+      assert not command or len(line) <= 84, f"{path}: {line}"
+
+
 def test_warnings_stop_the_build():
   """With --quiet, mkdocs counts none, and --strict does nothing."""
   (command,) = re.findall(
     r"mkdocs build (.*)", (ROOT / "Makefile").read_text(encoding="utf-8")
   )
   assert command == "--strict"
+
+
+def test_shapes_are_no_python():
+  """It would show "B #K" as `B`, with a comment; a space in front helps."""
+  for path in ROOT.glob("kvjax/**/*.py"):
+    assert not re.search(r'"\w+ #', path.read_text()), path
 
 
 def test_examples_have_the_heading_that_the_site_knows():

@@ -132,11 +132,13 @@ def draw(
     places = [*grid.flat][: len(maps)]
     for unused in [*grid.flat][len(maps) :]:
       unused.set_visible(False)
+      # The panel above it is the last of its column.
+      grid[-2, -1].tick_params(labelbottom=True)
   images = [
     _draw_map(axes, drawn, needle)
     for axes, drawn in zip(places, maps, strict=True)
   ]
-  figure.colorbar(images[0], ax=places, label="heads", pad=0.01)
+  figure.colorbar(images[0], ax=places, label="share of heads", pad=0.01)
   return figure
 
 

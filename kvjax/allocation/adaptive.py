@@ -147,7 +147,7 @@ class Adaptive(Allocation):
     # A float product may round to above a whole number; a fraction does not.
     return math.ceil(capacity * (alpha + (1 - alpha) * kv_heads))
 
-  def _safe(self, mean: Int[Array, "B #K"]) -> Int[Array, "B #K"] | None:
+  def _safe(self, mean: Int[Array, " B #K"]) -> Int[Array, " B #K"] | None:
     """Slots that the best votes of each head have for sure, if any."""
     del mean
     return None

@@ -88,10 +88,10 @@ class LayerBudget:
   protected: Bool[Array, "B P"] | None = None
   parts: Int[Array, "B C"] | None = None
   share: Float[Array, " B"] | None = None
-  safe: Int[Array, "B #K"] | None = None
+  safe: Int[Array, " B #K"] | None = None
 
   @property
-  def per_head(self) -> Int[Array, "B #K"]:
+  def per_head(self) -> Int[Array, " B #K"]:
     """The counts with an axis of heads."""
     return self.counts.reshape(self.counts.shape[0], -1)
 

@@ -28,7 +28,7 @@ class Floored(Adaptive):
     least = math.floor(exact_share(self.alpha) * capacity)
     return kv_heads * capacity - (kv_heads - 1) * least
 
-  def _safe(self, mean: Int[Array, "B #K"]) -> Int[Array, "B #K"]:
+  def _safe(self, mean: Int[Array, " B #K"]) -> Int[Array, " B #K"]:
     """The floor of B slots."""
     floor = floor_share(mean, self.alpha)
     return jnp.maximum(floor, 1) if self.alpha else floor

@@ -117,7 +117,7 @@ class ScoringMethod(Method):
     """Computes a float32 score per slot; those of empty slots are ignored."""
 
   def protected(
-    self, cache: LayerCache, counts: Int[Array, "B #K"]
+    self, cache: LayerCache, counts: Int[Array, " B #K"]
   ) -> Bool[Array, "B K T"]:
     """Slots that are kept whatever their score.
 

@@ -75,7 +75,7 @@ class Cur(HeadwiseMethod):
     return _divide(scores, jnp.sum(scores, keepdims=True))
 
   def protected(
-    self, cache: LayerCache, counts: Int[Array, "B #K"]
+    self, cache: LayerCache, counts: Int[Array, " B #K"]
   ) -> Bool[Array, "B K T"]:
     """The sinks."""
     del counts

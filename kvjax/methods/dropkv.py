@@ -131,7 +131,7 @@ class DropKV(ScoringMethod):
     return jnp.where(is_best, (weights * share) ** 2 * distance, changes)
 
   def protected(
-    self, cache: LayerCache, counts: Int[Array, "B #K"]
+    self, cache: LayerCache, counts: Int[Array, " B #K"]
   ) -> Bool[Array, "B K T"]:
     """The last W tokens."""
     del counts

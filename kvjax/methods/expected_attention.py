@@ -102,7 +102,7 @@ class ExpectedAttention(ScoringMethod):
     return jnp.where(counted, scores, 0.0)
 
   def protected(
-    self, cache: LayerCache, counts: Int[Array, "B #K"]
+    self, cache: LayerCache, counts: Int[Array, " B #K"]
   ) -> Bool[Array, "B K T"]:
     """The sinks."""
     del counts

@@ -62,7 +62,7 @@ class FastKVzip(GatedMethod):
     return 0.0, 1.0
 
   def protected(
-    self, cache: LayerCache, counts: Int[Array, "B #K"]
+    self, cache: LayerCache, counts: Int[Array, " B #K"]
   ) -> Bool[Array, "B K T"]:
     """The first and the last tokens."""
     del counts

@@ -81,7 +81,7 @@ class H2O(ScoringMethod):
     return dataclasses.replace(cache, received=received)
 
   def protected(
-    self, cache: LayerCache, counts: Int[Array, "B #K"]
+    self, cache: LayerCache, counts: Int[Array, " B #K"]
   ) -> Bool[Array, "B K T"]:
     """The newest tokens."""
     recent = (

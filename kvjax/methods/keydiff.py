@@ -66,7 +66,7 @@ class KeyDiff(HeadwiseMethod):
         return jnp.linalg.norm(keys - anchor[None], axis=-1)
 
   def protected(
-    self, cache: LayerCache, counts: Int[Array, "B #K"]
+    self, cache: LayerCache, counts: Int[Array, " B #K"]
   ) -> Bool[Array, "B K T"]:
     """The newest `recent_frac` of the budget."""
     recent = floor_share(counts, self.recent_frac)

@@ -100,7 +100,7 @@ class KVzip(ScoringMethod):
     return jnp.where(scores < 0, 0.0 if self.sinks else _HIGHEST, scores)
 
   def protected(
-    self, cache: LayerCache, counts: Int[Array, "B #K"]
+    self, cache: LayerCache, counts: Int[Array, " B #K"]
   ) -> Bool[Array, "B K T"]:
     """The first tokens, if `sinks` says how many."""
     del counts

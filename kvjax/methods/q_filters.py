@@ -83,7 +83,7 @@ class QFilters(ScoringMethod):
     return -jnp.sum(cache.keys.astype(jnp.float32) * filters[:, :, None], -1)
 
   def protected(
-    self, cache: LayerCache, counts: Int[Array, "B #K"]
+    self, cache: LayerCache, counts: Int[Array, " B #K"]
   ) -> Bool[Array, "B K T"]:
     """The last tokens, if any."""
     del counts

@@ -93,7 +93,7 @@ class RKV(ScoringMethod):
     return jnp.broadcast_to(scores, cache.positions.shape)
 
   def protected(
-    self, cache: LayerCache, counts: Int[Array, "B #K"]
+    self, cache: LayerCache, counts: Int[Array, " B #K"]
   ) -> Bool[Array, "B K T"]:
     """The last W tokens."""
     del counts

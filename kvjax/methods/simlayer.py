@@ -78,7 +78,7 @@ class SimLayer(ScoringMethod):
     return jnp.broadcast_to(left[:, None, None], valid.shape)
 
   def protected(
-    self, cache: LayerCache, counts: Int[Array, "B #K"]
+    self, cache: LayerCache, counts: Int[Array, " B #K"]
   ) -> Bool[Array, "B K T"]:
     """The ends; of a smaller budget, the sinks and fewer recent tokens."""
     first = jnp.minimum(self.sinks, counts)

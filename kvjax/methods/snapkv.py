@@ -98,7 +98,7 @@ class SnapKV(ScoringMethod):
     return scores / self.window
 
   def protected(
-    self, cache: LayerCache, counts: Int[Array, "B #K"]
+    self, cache: LayerCache, counts: Int[Array, " B #K"]
   ) -> Bool[Array, "B K T"]:
     """The observation window and the sinks."""
     del counts

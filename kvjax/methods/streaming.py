@@ -49,7 +49,7 @@ class StreamingLLM(HeadwiseMethod):
     return head.positions.astype(jnp.float32)
 
   def protected(
-    self, cache: LayerCache, counts: Int[Array, "B #K"]
+    self, cache: LayerCache, counts: Int[Array, " B #K"]
   ) -> Bool[Array, "B K T"]:
     """The sinks."""
     most = floor_share(counts, 1 - self.recent_frac)

@@ -49,7 +49,7 @@ class Tova(ScoringMethod):
     return jnp.broadcast_to(mean, scores.shape)
 
   def protected(
-    self, cache: LayerCache, counts: Int[Array, "B #K"]
+    self, cache: LayerCache, counts: Int[Array, " B #K"]
   ) -> Bool[Array, "B K T"]:
     """The last token, if `protect_last`."""
     del counts

@@ -137,5 +137,5 @@ class WholeChunks(Method):
     means = jnp.where(sizes > 0, means, -jnp.inf)
     return jnp.broadcast_to(means, (*per_token.shape[:2], means.shape[-1]))
 
-  def _sum(self, x: Float[Array, "B #K T"]) -> Float[Array, "B #K C"]:
+  def _sum(self, x: Float[Array, " B #K T"]) -> Float[Array, " B #K C"]:
     return jnp.sum(by_chunk(x, self.chunk), axis=-1)

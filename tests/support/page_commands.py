@@ -5,11 +5,15 @@ import subprocess
 import sys
 
 
+def joined(text):
+  """A page whose commands have one line each."""
+  return re.sub(r" *\\\n *", " ", text)
+
+
 def blocks(text):
   """The indented blocks of a page, each a list of commands."""
   prose = re.sub(r"^ *```.*?^ *```$", "", text, flags=re.M | re.S)
-  joined = re.sub(r" *\\\n *", " ", prose)
-  found = re.findall(r"(?:^ {4}(?: {4})?\S.*\n)+", joined, re.MULTILINE)
+  found = re.findall(r"(?:^ {4}(?: {4})?\S.*\n)+", joined(prose), re.MULTILINE)
   return [[line.strip() for line in block.splitlines()] for block in found]
 
 

@@ -3,6 +3,7 @@
 import pathlib
 import re
 
+import page_commands
 import pytest
 
 from kvjax.errors import InputError
@@ -56,7 +57,7 @@ COLUMNS = {
   "peers_decode": ("decode", *turns.HEADING),
 }
 PAGES = {
-  name: (ROOT / "docs" / page).read_text(encoding="utf-8")
+  name: page_commands.joined((ROOT / "docs" / page).read_text("utf-8"))
   for name in COLUMNS
   for page in (
     "methods/decoding.md" if name == "evictions" else "performance.md",
@@ -117,7 +118,9 @@ def test_the_command_before_a_table_writes_it(name):
   assert output == [f"results/{name}"]
 
 
-RESULTS = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+RESULTS = page_commands.joined(
+  (ROOT / "docs" / "results.md").read_text("utf-8")
+)
 # Marks of runs, and the command before each.
 RUNS = re.findall(
   r"^    (?:make|kvjax) ([^\n]+)\n(?:(?!^    )[^\n]*\n)*?"
