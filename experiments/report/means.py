@@ -11,17 +11,15 @@ from typing import Any
 from kvjax.experiments.calibration.record_files import AUTO
 from kvjax.experiments.run.candidates import FULL
 from kvjax.experiments.run.intervals import interval
+from kvjax.experiments.run.measured import Measured
 from kvjax.experiments.run.results import Answer
-from kvjax.experiments.run.summaries import MEANS, OPTIONAL_MEANS, PASS
+from kvjax.experiments.run.summaries import PASS
 
 Row = Mapping[str, Any]
 Summary = Mapping[str, Any]
 # Method and budget, which the rows of a table line share.
 Name = tuple[str, str]
 
-COUNTS = tuple(MEANS)
-# Fields that not all rows have.
-OPTIONAL = (*OPTIONAL_MEANS, "prefill_seconds", "token_seconds")
 # As `kvjax.Threshold` writes itself.
 _THRESHOLD = "threshold "
 _NUMBER = re.compile(
@@ -29,35 +27,39 @@ _NUMBER = re.compile(
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class Mean:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Timed(Measured):
+  """What rows say of caches and answers: means, and times of one prompt alone.
+
+  Attributes:
+    prefill_seconds: time until it is compressed, if known.
+    token_seconds: time of a decoded token, if known.
+  """
+
+  prefill_seconds: float | None = None
+  token_seconds: float | None = None
+
+
+TIMED = tuple(field.name for field in dataclasses.fields(Timed))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Mean(Timed):
   """A method at a budget.
 
   Scores are 0 to 100. A task's rows are weighted by their samples, and all
-  tasks have equal weight.
+  tasks have equal weight, also in the means of `Timed`.
 
   Attributes:
     method: name of the method.
     options: the method with all its hyperparameters.
     budget: the budget in words.
-    retention: share of the context that the budget allows, mean over the tasks.
     score: mean over the tasks.
     tasks: the score of each task.
     interval: confidence interval of the score, see `intervals.interval`; None
       without answers.
     delta: difference from the full cache's score, if known.
     samples: number of answers.
-    context_tokens: tokens of the context.
-    kept_tokens: tokens kept of these, mean over layers and KV heads.
-    read_tokens: tokens that a token attends to.
-    cache_bytes: bytes allocated per sample.
-    host_bytes: the part of these in host memory.
-    global_tokens: tokens kept in layers without a window, which budgets are of;
-      None unless some layers have a window and others have none.
-    answer_tokens: tokens of an answer, if known.
-    decoding_bytes: bytes allocated per sample while it is answered, if known.
-    prefill_seconds: time of one prompt alone until it is compressed, if known.
-    token_seconds: time of a decoded token of one prompt alone, if known.
     passed: pass@k by its name, mean over the tasks, if several answers are
       drawn for each problem.
   """
@@ -65,22 +67,11 @@ class Mean:
   method: str
   options: str
   budget: str
-  retention: float
   score: float
   tasks: Mapping[str, float]
   interval: tuple[float, float] | None
   delta: float | None
   samples: int
-  context_tokens: float
-  kept_tokens: float
-  read_tokens: float
-  cache_bytes: float
-  host_bytes: float
-  global_tokens: float | None = None
-  answer_tokens: float | None = None
-  decoding_bytes: float | None = None
-  prefill_seconds: float | None = None
-  token_seconds: float | None = None
   passed: Mapping[str, float] = MappingProxyType({})
 
   @property
@@ -254,8 +245,8 @@ def _mean(
 
   numbers: dict[str, Any] = {
     name: over_tasks(name)
-    for name in ("retention", *COUNTS, *OPTIONAL)
-    if name not in OPTIONAL or all(name in row for row in rows)
+    for name in TIMED
+    if all(row.get(name) is not None for row in rows)
   }
   passed = {
     name: mean_of(rows, other_score(name))

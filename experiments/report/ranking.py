@@ -28,6 +28,7 @@ from kvjax.experiments.report.means import (
 from kvjax.experiments.report.rows import SETTINGS, settings_of
 from kvjax.experiments.report.run_files import SUMMARY, Record
 from kvjax.experiments.report.tables import grid, overview, parts
+from kvjax.experiments.run.measured import rounded
 
 # Method, options and budget.
 _Key = tuple[str, str, str]
@@ -38,6 +39,11 @@ _ASKED = ("task", "depth", "turn")
 _MAIN = ("model", "protocol", "schedule", "heads", "kv_dtype")
 _REST = tuple(
   name for name in SETTINGS if name not in ("benchmark", "data", *_MAIN)
+)
+# The columns of the CSV file after those of retention.
+_MEASURED = (
+  *("context_tokens", "kept_tokens", "read_tokens", "cache_bytes"),
+  *("host_bytes", "decoding_bytes", "answer_tokens"),
 )
 
 
@@ -253,16 +259,9 @@ def _line(entry: Entry) -> dict[str, Any]:
     "length": wording.lengths(summary),
     **{name: summary[name] for name in _MAIN},
     **{name: getattr(mean, name) for name in ("method", "options", "budget")},
-    "retention": round(mean.retention, 4),
+    "retention": rounded("retention", mean.retention),
     "compression_ratio": round(mean.removed, 4),
-    **{
-      name: round(getattr(mean, name), 2)
-      for name in ("context_tokens", "kept_tokens", "read_tokens")
-    },
-    "cache_bytes": round(mean.cache_bytes),
-    "host_bytes": round(mean.host_bytes),
-    "decoding_bytes": _rounded(mean.decoding_bytes),
-    "answer_tokens": _rounded(mean.answer_tokens),
+    **{name: rounded(name, getattr(mean, name)) for name in _MEASURED},
     "prefill_seconds": _significant(mean.prefill_seconds),
     "token_seconds": _significant(mean.token_seconds),
     "score": round(mean.score, 2),

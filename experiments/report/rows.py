@@ -6,8 +6,7 @@ from typing import Any
 
 from kvjax.experiments.report import wording
 from kvjax.experiments.report.means import (
-  COUNTS,
-  OPTIONAL,
+  TIMED,
   Row,
   Summary,
   evictable,
@@ -73,6 +72,5 @@ def _fields(
     "delta": None if baseline is None else round(row["score"] - baseline, 2),
     **row["scores"],
     "samples": row["samples"],
-    **{name: row[name] for name in COUNTS},
-    **{name: row[name] for name in OPTIONAL if name in row},
+    **{name: row[name] for name in TIMED if name in row},
   }

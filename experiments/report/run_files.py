@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, get_type_hints
 
 from kvjax import files
 from kvjax.errors import InputError
-from kvjax.experiments.report.means import Row, Summary, means, ranked
+from kvjax.experiments.report.means import Row, Summary, Timed, means, ranked
 from kvjax.experiments.run import typed_records
 from kvjax.experiments.run.line_files import parse_lines
 from kvjax.experiments.run.results import Answer, Settings
@@ -24,21 +24,16 @@ _SETTINGS: _Kinds = {
   "seconds": dict[str, float],
   "rows": list[Any],
 }
+# Rows also have the fields of `Timed`.
 _ROW: _Kinds = {
   **dict.fromkeys(("method", "options", "budget", "task"), str),
-  **dict.fromkeys(("retention", "score", "kept_tokens", "read_tokens"), float),
-  **dict.fromkeys(("context_tokens", "cache_bytes", "host_bytes"), float),
   **dict.fromkeys(("length", "samples"), int),
+  "score": float,
   "interval": list[float],
   "scores": dict[str, float],
   "depth": float | None,
   "turn": int | None,
 }
-# Fields that not all rows have.
-_OPTIONAL: _Kinds = dict.fromkeys(
-  ("global_tokens", "prefill_seconds", "token_seconds"), float
-)
-
 # The fields that a row shares with its answers.
 _KEY = ("method", "options", "budget", "task", "length", "depth", "turn")
 
@@ -163,7 +158,7 @@ def _summary(path: pathlib.Path) -> dict[str, Any]:
       raise ValueError("it has no rows")
     for row in summary["rows"]:
       typed_records.check(row, _ROW)
-      typed_records.check(row, {k: _OPTIONAL[k] for k in _OPTIONAL if k in row})
+      typed_records.make(Timed, row)
       low, high = row["interval"]
       if row["samples"] < 1 or row["context_tokens"] <= 0 or low > high:
         raise ValueError(f"the numbers of {row['task']} cannot be")

@@ -15,6 +15,7 @@ import kvjax
 from kvjax import hosts
 from kvjax.experiments.run import prefilling
 from kvjax.experiments.run.candidates import Candidate
+from kvjax.experiments.run.measured import Measured
 from kvjax.experiments.run.prompting import Prompt, Prompted, Shape
 from kvjax.experiments.run.token_counts import TokenCounts
 from kvjax.models.pretrained import Pretrained
@@ -23,42 +24,23 @@ from kvjax.prompts import bucket
 from kvjax.struct import tree_bytes
 
 
-class Reply(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Reply(Measured):
   """An answer generated from a candidate's cache.
 
   Attributes:
     candidate: the candidate.
     row: number of the context in its batch.
     turn: number of the question in its context.
-    context_tokens: prefilled tokens and, if turns stay in the cache, tokens of
-      all turns so far.
-    retention: share of these that the budget, or its calibration, allows, or
-      that reaches its threshold.
-    kept_tokens: tokens in the cache, mean over layers and KV heads.
-    read_tokens: tokens that the next token attends to, likewise.
-    cache_bytes: bytes allocated for the row after the prefill.
-    host_bytes: the part of these in host memory.
     tokens: ids of the answer.
     text: the answer.
-    decoding_bytes: bytes that the row takes while its answer is decoded from
-      this cache alone.
-    global_tokens: tokens in layers without a window, mean over these and KV
-      heads; None unless some layers have a window and others have none.
   """
 
   candidate: Candidate
   row: int
   turn: int
-  context_tokens: int
-  retention: float
-  kept_tokens: float
-  read_tokens: float
-  cache_bytes: int
-  host_bytes: int
   tokens: list[int]
   text: str
-  decoding_bytes: int
-  global_tokens: float | None = None
 
 
 @dataclasses.dataclass
@@ -284,16 +266,17 @@ class _Joined:
       candidate,
       row,
       turn,
+      answers[at],
+      lm.text.decode(answers[at]),
       context_tokens=tokens,
       retention=retention,
       kept_tokens=float(counts.kept[at]),
       read_tokens=float(counts.read[at]),
       cache_bytes=own.nbytes // self.rows,
       host_bytes=own.host_nbytes // self.rows,
-      tokens=answers[at],
-      text=lm.text.decode(answers[at]),
-      decoding_bytes=decoding_nbytes // self.rows,
       global_tokens=None if of_global is None else float(of_global[at]),
+      answer_tokens=len(answers[at]),
+      decoding_bytes=decoding_nbytes // self.rows,
     )
 
 

@@ -18,6 +18,7 @@ from kvjax.experiments.run.batching import (
 )
 from kvjax.experiments.run.candidates import Candidate
 from kvjax.experiments.run.line_files import LineFile
+from kvjax.experiments.run.measured import DIGITS
 from kvjax.experiments.run.memory import rows_that_fit
 from kvjax.experiments.run.prompting import (
   QUERY_AGNOSTIC,
@@ -205,13 +206,7 @@ def _answer(context: Context, reply: Reply, tokenizer: Tokenizer) -> Answer:
     method=reply.candidate.method,
     options=reply.candidate.options,
     budget=reply.candidate.budget,
-    retention=reply.retention,
-    context_tokens=reply.context_tokens,
-    kept_tokens=reply.kept_tokens,
-    read_tokens=reply.read_tokens,
-    cache_bytes=reply.cache_bytes,
-    host_bytes=reply.host_bytes,
-    global_tokens=reply.global_tokens,
+    **{name: getattr(reply, name) for name in DIGITS},
     question=sample.question,
     answer_prefix=sample.answer_prefix,
     answers=list(sample.answers),
@@ -221,8 +216,6 @@ def _answer(context: Context, reply: Reply, tokenizer: Tokenizer) -> Answer:
     turn=sample.metadata.get("turn"),
     draw=sample.draw,
     first_draw=None if sample.draw is None else sample.first_draw,
-    answer_tokens=len(reply.tokens),
-    decoding_bytes=reply.decoding_bytes,
     scores={name: 100 * share for name, share in scores.items()},
     scored_by={name: sample.metadata[name] for name in sample.scored_by},
   )

@@ -67,7 +67,7 @@ class Settings:
 
 @dataclasses.dataclass(frozen=True)
 class Asked(Line):
-  """One sample and one cache.
+  """One sample and one cache, with some of what `Measured` says of it.
 
   Attributes:
     task: name of the task.
@@ -77,10 +77,6 @@ class Asked(Line):
     method: name of the method.
     options: the method with all its hyperparameters.
     budget: the budget in words.
-    retention: share of the context that the budget allows.
-    context_tokens: tokens of the context; includes the question if it is
-      prefilled, and all turns so far if they stay in the cache.
-    kept_tokens: tokens kept of these, mean over layers and KV heads.
   """
 
   task: str
@@ -107,13 +103,11 @@ class Asked(Line):
 
 @dataclasses.dataclass(frozen=True)
 class Answer(Asked):
-  """One sample answered from one cache; see `Asked`.
+  """One sample answered from one cache; see `Asked` and `Measured`.
+
+  The fields are in the order of a line of the file.
 
   Attributes:
-    read_tokens: tokens that a token attends to, likewise; for retrieval, the
-      resident tokens and the keys that the last prompt token retrieved.
-    cache_bytes: bytes allocated for the compressed context.
-    host_bytes: the part of these in host memory.
     question: the question.
     answer_prefix: start of the model's turn.
     answers: references.
@@ -122,15 +116,9 @@ class Answer(Asked):
     depth: position of the answer in the context, 0 to 1, if it has one.
     turn: number of the question in its conversation, if it has one.
     scores: scores by the sample's metric, 0 to 100; the main one is "score".
-    global_tokens: tokens kept in layers without a window, which budgets are of,
-      mean over these and KV heads; None unless some layers have a window and
-      others have none.
     scored_by: what a metric needs besides prediction and references.
     draw: number of the answer, if answers are drawn at random.
     first_draw: digest of the first sample of the same prompt, likewise.
-    answer_tokens: tokens of the answer; None in older records.
-    decoding_bytes: bytes that cache and answer take while it is decoded from
-      this cache alone; None in older records.
   """
 
   read_tokens: float

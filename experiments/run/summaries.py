@@ -8,18 +8,9 @@ from typing import Any
 
 from kvjax.experiments.run.candidates import FULL
 from kvjax.experiments.run.intervals import interval
+from kvjax.experiments.run.measured import DIGITS, rounded
 from kvjax.experiments.run.results import Answer, Part
 
-# The digits of fields that are averaged over answers; of those in the second,
-# older answers may lack some.
-MEANS = {
-  "context_tokens": 2,
-  "kept_tokens": 2,
-  "read_tokens": 2,
-  "cache_bytes": 0,
-  "host_bytes": 0,
-}
-OPTIONAL_MEANS = {"global_tokens": 2, "answer_tokens": 2, "decoding_bytes": 0}
 # Starts the names of scores that count the best of k answers.
 PASS = "pass@"
 # The score of a right answer.
@@ -90,25 +81,24 @@ def at_retention_one(
 def _row(group: Sequence[Answer]) -> dict[str, Any]:
   first = group[0]
 
-  def mean(name: str, digits: int) -> float:
-    values = [getattr(answer, name) for answer in group]
-    return round(statistics.fmean(values), digits or None)
-
   def mean_score(name: str) -> float:
     return round(statistics.fmean(a.scores[name] for a in group), 2)
 
+  values = {
+    name: [getattr(answer, name) for answer in group] for name in DIGITS
+  }
   # Of all answers or none, but for records of older versions.
-  known = {
-    name: mean(name, digits)
-    for name, digits in OPTIONAL_MEANS.items()
-    if all(getattr(answer, name) is not None for answer in group)
+  measured = {
+    name: rounded(name, statistics.fmean(known))
+    for name, known in values.items()
+    if None not in known
   }
   shared = [n for n in first.scores if all(n in a.scores for a in group)]
   scores = {name: mean_score(name) for name in shared}
   return {
     "method": first.method,
     "options": first.options,
-    "retention": mean("retention", 4),
+    "retention": measured.pop("retention"),
     "budget": first.budget,
     "task": first.task,
     "length": first.length,
@@ -118,8 +108,7 @@ def _row(group: Sequence[Answer]) -> dict[str, Any]:
     "interval": [round(bound, 2) for bound in interval(group)],
     "scores": scores | _passed(group),
     "samples": len(group),
-    **{name: mean(name, digits) for name, digits in MEANS.items()},
-    **known,
+    **measured,
   }
 
 

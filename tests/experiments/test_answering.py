@@ -5,6 +5,7 @@ import weakref
 
 import jax
 import jax.numpy as jnp
+from made_runs import MEASURED
 
 import kvjax
 from kvjax.experiments.run import answering, batching, comparison, prompting
@@ -204,7 +205,7 @@ def test_the_first_token_of_a_passkey_is_scored(tiny):
   found = []
   for text in (" 8712", " 8999", " 9712", ""):
     tokens = tiny.tokenizer.encode(text)
-    reply = answering.Reply(full, 0, 0, 9, 1.0, 9, 9, 9, 0, tokens, text, 9)
+    reply = answering.Reply(full, 0, 0, tokens, text, **MEASURED)
     answer = comparison._answer(context, reply, tiny.tokenizer)
     found.append(answer.scores["first_key_token"])
   assert found == [100, 100, 0, 0]

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 from comparing import compare
+from made_runs import MEASURED
 
 import kvjax
 from kvjax import models
@@ -220,7 +221,7 @@ def test_only_what_is_new_is_asked(tiny, tmp_path, monkeypatch):
     asked.append(([c.method for c in chosen], len(prompts)))
     rows = range(len(prompts))
     yield [
-      answering.Reply(c, row, 0, 9, 0.5, 1.0, 1.0, 1, 0, [], "", 1)
+      answering.Reply(c, row, 0, [], "", **MEASURED)
       for c in chosen
       for row in rows
     ]

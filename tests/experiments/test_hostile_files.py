@@ -16,6 +16,7 @@ from kvjax.experiments.finetuning import documents, tuner
 from kvjax.experiments.reference import curriculum, trainer
 from kvjax.experiments.reference.progress import Progress
 from kvjax.experiments.report import kvpress, run_files
+from kvjax.experiments.report.means import TIMED
 from kvjax.experiments.run import side_by_side, summaries, typed_records
 from kvjax.experiments.run.claiming import claim
 from kvjax.experiments.run.processes import Process, Processes
@@ -207,6 +208,14 @@ def test_summaries_of_wrong_values(tmp_path, summary, number):
       assert "is not a run's summary" in str(error)  # noqa: PT017
       count += 1
   assert count >= 20
+
+
+@pytest.mark.parametrize("name", TIMED)
+@pytest.mark.parametrize("value", ["x", True, [1.0], HUGE], ids=range(4))
+def test_numbers_of_rows_are_numbers(tmp_path, summary, name, value):
+  (row,) = summary["rows"]
+  content = summary | {"rows": [row | {name: value}]}
+  refused(lambda: read_run(tmp_path, content), f"is not a run's.*'{name}' is")
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import time
 
 import pytest
+from made_runs import MEASURED
 
 import kvjax
 from kvjax.errors import InputError
@@ -32,7 +33,7 @@ def watch(monkeypatch, unequal):
     calls.append(len(some))
     for one in some:
       text = f"{one.budget} after {len(some) if unequal else 1}"
-      yield [Reply(one, 0, 0, 20, 0.5, 1.0, 1.0, 1, 0, [5], text, 1)]
+      yield [Reply(one, 0, 0, [5], text, **MEASURED)]
 
   monkeypatch.setattr(sweep_timing, "replies", replies)
   return calls

@@ -13,6 +13,12 @@ SETTINGS = Settings(
   "tiny", "abc123", "float32", 7, "ruler", {"essay": "texts of Python"}
 )
 
+# Of a reply whose numbers do not matter.
+MEASURED = {
+  **dict(retention=0.5, context_tokens=9, kept_tokens=1.0, read_tokens=1.0),
+  **dict(cache_bytes=1, host_bytes=0),
+}
+
 
 def make_answer(method="keydiff", budget="0.25", score=100.0, **fields):
   retention = 1.0 if method == "full" else fields.pop("retention", 0.25)
