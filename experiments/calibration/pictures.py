@@ -12,14 +12,12 @@ from kvjax.calibration.curve import quality
 from kvjax.calibration.shape import shaped
 from kvjax.experiments.calibration.fits import Fitted, features
 from kvjax.experiments.calibration.measuring import Measurement
-from kvjax.experiments.report import formats
+from kvjax.experiments.report import figures, formats
 from kvjax.experiments.report.lines import Point, styled
 
 _COLUMNS = 4
 _PANEL = (2.7, 2.3)
-_TEXT, _SMALL = 9, 7
 _BAR = "#8FB3D9"
-_GRID = "#E4E4E4"
 
 
 def ratio_curves(fitted: Sequence[Fitted], title: str) -> Figure:
@@ -31,20 +29,12 @@ def ratio_curves(fitted: Sequence[Fitted], title: str) -> Figure:
   columns = min(_COLUMNS, len(fitted))
   rows = -(-len(fitted) // columns)
   size = (max(columns * _PANEL[0], 6), rows * _PANEL[1] + 1.1)
-  figure = Figure(figsize=size, layout="constrained")
-  figure.suptitle(title, fontsize=_TEXT, x=0.02, ha="left")
-  panels = figure.subplots(rows, columns, squeeze=False).ravel()
-  for axes, method in zip(panels, fitted, strict=False):
-    name = formats.at_options(method.name, 28)
-    axes.set_title(name, fontsize=_TEXT, loc="left", parse_math=False)
+  figure = figures.canvas(*size, title)
+  drawn = figures.panels(figure, len(fitted), columns)
+  for axes, method in zip(drawn, fitted, strict=True):
     _draw_curves(axes, method)
-  for axes in panels[len(fitted) :]:
-    axes.set_axis_off()
-  figure.supylabel("remaining quality", fontsize=_TEXT)
-  handles, labels = panels[0].get_legend_handles_labels()
-  figure.legend(
-    handles, labels, loc="outside lower center", ncols=4, fontsize=_SMALL
-  )
+  figures.label_sides(figure, y="remaining quality")
+  figures.legend(figure, drawn)
   return figure
 
 
@@ -54,15 +44,14 @@ def retention_bars(fitted: Sequence[Fitted], tau: float, title: str) -> Figure:
   After Figure 7 of Chari and Van Durme.
   """
   height = 0.34 * len(fitted) + 1.7
-  figure = Figure(figsize=(7.5, height), layout="constrained")
+  figure = figures.canvas(7.5, height, title)
   axes = figure.add_subplot()
-  axes.set_title(title, fontsize=_TEXT, loc="left", parse_math=False)
   reached = [method.reached_at(tau) for method in fitted]
   tasks = _tasks(reached[0])
   for place, of_method in enumerate(reached):
     mean = _percent(of_method)
     axes.barh(place, mean, color=_BAR, height=0.7)
-    axes.text(101, place, f"{mean:.1f} %", fontsize=_TEXT, va="center")
+    axes.text(101, place, f"{mean:.1f} %", fontsize=figures.TITLE, va="center")
   for index, task in enumerate(tasks):
     style = styled(task, [], index)
     means = [
@@ -81,12 +70,8 @@ def retention_bars(fitted: Sequence[Fitted], tau: float, title: str) -> Figure:
   axes.invert_yaxis()
   axes.set_xlim(0, 112)
   axes.set_xticks(range(0, 101, 20))
-  axes.set_xlabel(f"mean retention reached at tau {tau:g} (%)")
-  axes.tick_params(labelsize=_TEXT)
-  axes.grid(axis="x", color=_GRID, linewidth=0.8)
-  axes.set_axisbelow(True)
-  axes.spines[["top", "right"]].set_visible(False)
-  figure.legend(loc="outside lower center", ncols=4, fontsize=_SMALL)
+  figures.finish(axes, f"mean retention reached at tau {tau:g} (%)", grid="x")
+  figures.legend(figure, [axes])
   return figure
 
 
@@ -111,11 +96,8 @@ def _draw_curves(axes: Axes, method: Fitted) -> None:
     )
   axes.set_xlim(0, 1.02)
   axes.set_ylim(-0.03, 1.2)
-  axes.set_xlabel("retention", fontsize=_SMALL)
-  axes.tick_params(labelsize=_SMALL)
-  axes.grid(color=_GRID, linewidth=0.6)
-  axes.set_axisbelow(True)
-  axes.spines[["top", "right"]].set_visible(False)
+  name = formats.at_options(method.name, 28)
+  figures.finish(axes, "retention", title=name, grid="both")
 
 
 def _tasks(measurements: Sequence[Measurement]) -> list[str]:

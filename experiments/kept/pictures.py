@@ -23,6 +23,7 @@ import kvjax
 from kvjax.experiments import cli
 from kvjax.experiments.inputs.run_inputs import DEFAULT
 from kvjax.experiments.kept.counts import kept
+from kvjax.experiments.report import figures
 from kvjax.experiments.report.pictures import png
 from kvjax.experiments.run import outputs
 from kvjax.experiments.run.candidates import candidates
@@ -53,13 +54,13 @@ RETENTION = 0.25
 # From the root of the checkout.
 _FOLDER = pathlib.Path("docs", "images")
 _TASK, _LENGTH = "niah_single_2", 512
+_LAYERS, _TOKENS = "layer", "token of the prompt"
 # White to dark blue.
 _COLORS = LinearSegmentedColormap.from_list("kept", ["#FFFFFF", "#0B3C6F"])
 _NEEDLE = "#C2410C"
 # Words before and after the needle, and the share from which text is white.
 _AROUND, _DARK = 10, 0.4
 _LINE_WIDTH = 66
-_LAYERS, _TOKENS = "layer", "token of the prompt"
 _DPI = 110
 
 
@@ -118,32 +119,26 @@ def draw(
     needle: numbers of the tokens to mark.
   """
   if len(maps) == 1:
-    figure = Figure(figsize=(6.4, 3.8), layout="constrained")
+    figure = figures.canvas(6.4, 3.8)
     above, below = figure.subplots(2, height_ratios=(5, 2))
     _write_words(below, maps[0].shares.mean(axis=0), pieces, needle)
-    above.set(ylabel=_LAYERS, xlabel=_TOKENS)
-    places = [above]
+    places, labels = [above], (_TOKENS, _LAYERS)
   else:
     rows = -(-len(maps) // 2)
-    figure = Figure(figsize=(6.4, 1.5 * rows + 0.4), layout="constrained")
-    grid = figure.subplots(rows, 2, sharex=True, sharey=True, squeeze=False)
-    figure.supylabel(_LAYERS, fontsize="medium")
-    figure.supxlabel(_TOKENS, fontsize="medium")
-    places = [*grid.flat][: len(maps)]
-    for unused in [*grid.flat][len(maps) :]:
-      unused.set_visible(False)
-      # The panel above it is the last of its column.
-      grid[-2, -1].tick_params(labelbottom=True)
+    figure = figures.canvas(6.4, 1.5 * rows + 0.4)
+    places = figures.panels(figure, len(maps), 2, sharex=True, sharey=True)
+    figures.label_sides(figure, _TOKENS, _LAYERS)
+    labels = ("", "")
   images = [
-    _draw_map(axes, drawn, needle)
+    _draw_map(axes, drawn, needle, labels)
     for axes, drawn in zip(places, maps, strict=True)
   ]
-  figure.colorbar(images[0], ax=places, label="share of heads", pad=0.01)
+  figures.color_bar(figure, images[0], places, "share of heads", pad=0.01)
   return figure
 
 
 def _draw_map(
-  axes: Axes, drawn: Map, needle: Int[np.ndarray, " t"]
+  axes: Axes, drawn: Map, needle: Int[np.ndarray, " t"], labels: tuple[str, str]
 ) -> AxesImage:
   """Draws a map and the lines around the needle."""
   image = axes.imshow(
@@ -154,7 +149,7 @@ def _draw_map(
     vmax=1,
     interpolation="none",
   )
-  axes.set_title(drawn.method, loc="left", fontsize=10, parse_math=False)
+  figures.finish(axes, *labels, drawn.method, framed=True)
   first, last = needle[0], needle[-1]
   height = len(drawn.shares)
   axes.add_patch(

@@ -5,12 +5,11 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from kvjax.experiments.papers.compare_to_paper import PaperComparison
-from kvjax.experiments.report import lines
+from kvjax.experiments.report import figures, lines
 from kvjax.experiments.report.lines import Line, Point, styled
 from kvjax.experiments.run.candidates import FULL
 
@@ -18,7 +17,6 @@ from kvjax.experiments.run.candidates import FULL
 _NAMED = re.compile(
   r"(?P<name>.+) = (?P<value>\d+(?:\.\d+)?)(?: (?P<unit>.+))?"
 )
-_LABEL, _TICK = 9, 8
 _GUIDE = "#BBBBBB"
 # In inches: a panel, the narrowest figure, a letter and a handle of the legend.
 _PANEL, _LEAST = (3.1, 2.9), 6.2
@@ -81,28 +79,17 @@ def _draw(
   columns = min(_COLUMNS, len(panels))
   rows = -(-len(panels) // columns)
   width = max(columns * _PANEL[0] + 0.4, _LEAST)
-  figure = Figure(figsize=(width, rows * _PANEL[1] + 0.6), layout="constrained")
-  places = figure.subplots(rows, columns, squeeze=False).ravel()
-  for axes in places[len(panels) :]:
-    axes.set_axis_off()
-  # A curve looks the same in all panels, and is named once.
-  shown: dict[str, Artist] = {}
+  figure = figures.canvas(width, rows * _PANEL[1] + 0.6)
+  places = figures.panels(figure, len(panels), columns)
+  # A curve looks the same in all panels.
   styles: dict[str, int] = {}
-  for axes, panel in zip(places, panels, strict=False):
+  for axes, panel in zip(places, panels, strict=True):
     _finish(axes, panel)
     lines.draw(axes, list(_curves(compared, panel, by_line, styles)))
-    handles, labels = axes.get_legend_handles_labels()
-    shown |= dict(zip(labels, handles, strict=True))
   headline = next(iter(compared.averages))
-  figure.supylabel(f"{compared.comparison.name}: {headline}", fontsize=_LABEL)
-  label_width = _LETTER * max(map(len, shown)) + _HANDLE
-  figure.legend(
-    shown.values(),
-    shown,
-    loc="outside lower center",
-    ncols=max(1, int(width / label_width)),
-    fontsize=_TICK,
-  )
+  figures.label_sides(figure, y=f"{compared.comparison.name}: {headline}")
+  label_width = _LETTER * max(map(len, styles)) + _HANDLE
+  figures.legend(figure, places, max(1, int(width / label_width)))
   return figure
 
 
@@ -115,9 +102,7 @@ def _finish(axes: Axes, panel: _Panel) -> None:
   axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks], rotation=45)
   axes.set_xticks([], minor=True)
   axes.set_ylim(*lines.heights(100))
-  axes.set_xlabel(panel.name, fontsize=_LABEL)
-  axes.tick_params(labelsize=_TICK)
-  axes.spines[["top", "right"]].set_visible(False)
+  figures.finish(axes, panel.name)
 
 
 def _curves(

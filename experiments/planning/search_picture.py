@@ -6,6 +6,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from kvjax.experiments.planning.batches import Batches
+from kvjax.experiments.report import figures
 
 # Retentions that are drawn.
 SHARES = (1.0, 0.7, 0.5, 0.35, 0.25, 0.18, 0.125, 0.09, 0.0625)
@@ -19,7 +20,7 @@ def draw(title: str, batches: Mapping[str, Mapping[float, Batches]]) -> Figure:
     title: what is planned.
     batches: for each slice, the largest batches by retention.
   """
-  figure = Figure(figsize=(6, 4), layout="constrained")
+  figure = figures.canvas(6, 4, title)
   axes = figure.subplots()
   for number, (name, by_share) in enumerate(batches.items()):
     shares, color = list(by_share), f"C{number}"
@@ -34,9 +35,6 @@ def draw(title: str, batches: Mapping[str, Mapping[float, Batches]]) -> Figure:
   axes.invert_xaxis()
   axes.set_ylim(bottom=0)
   axes.yaxis.set_major_locator(MaxNLocator(integer=True))
-  axes.set_xlabel("retention")
-  axes.set_ylabel("largest batch")
-  axes.set_title(title, fontsize="small", wrap=True)
-  axes.grid(alpha=0.3)
-  axes.legend()
+  figures.finish(axes, "retention", "largest batch", grid="both")
+  axes.legend(fontsize=figures.LABEL)
   return figure

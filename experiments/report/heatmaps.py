@@ -1,6 +1,5 @@
 """Heatmaps of scores by length and depth."""
 
-import textwrap
 from collections.abc import Sequence
 
 import numpy as np
@@ -10,7 +9,7 @@ from matplotlib.cm import ScalarMappable
 from matplotlib.colors import LinearSegmentedColormap, Normalize
 from matplotlib.figure import Figure
 
-from kvjax.experiments.report import formats, wording
+from kvjax.experiments.report import figures, formats, wording
 from kvjax.experiments.report.means import (
   Name,
   Row,
@@ -28,11 +27,11 @@ _MISSING = "#E4E4E4"
 _DARK = 0.32
 _COLUMNS = 4
 # Sizes in inches: a cell with and without its number, the space between maps, a
-# title line; the margins of the figure with its color bar, and of its heading;
-# the least and most that cells of a map take in width.
+# title line; the margins of the figure with its color bar and its title; the
+# least and most that cells of a map take in width.
 _CELL, _PLAIN = (0.36, 0.18), (0.14, 0.12)
 _BETWEEN, _LINE = (0.15, 0.1), 0.13
-_MARGINS, _HEADING = (1.6, 0.7), 0.25
+_MARGINS = (1.6, 0.95)
 _LEAST, _MOST = 1.5, 2.9
 # Maximum height of the color bar.
 _BAR = 4.0
@@ -55,10 +54,9 @@ def heatmaps(summary: Summary) -> Figure:
   width = min(max(_LEAST, cell[0] * len(lengths)), _MOST)
   titles = {name: _title(name, groups[name], width) for name in groups}
   slots, columns = _arranged(list(groups))
-  figure = _figure(
-    wording.title(summary),
-    width=columns * (width + _BETWEEN[0]) + _MARGINS[0],
-    height=len(slots)
+  figure = figures.canvas(
+    columns * (width + _BETWEEN[0]) + _MARGINS[0],
+    len(slots)
     // columns
     * (
       cell[1] * len(depths)
@@ -66,6 +64,7 @@ def heatmaps(summary: Summary) -> Figure:
       + _LINE * (1 + max(title.count("\n") for title in titles.values()))
     )
     + _MARGINS[1],
+    wording.title(summary),
   )
   panels = figure.subplots(-(-len(slots) // columns), columns, squeeze=False)
   for place, (axes, name) in enumerate(zip(panels.flat, slots, strict=True)):
@@ -109,16 +108,6 @@ def _arranged(names: Sequence[Name]) -> tuple[list[Name | None], int]:
     slots += own + [None] * (-len(own) % width)
   columns = min(_COLUMNS // width * width, len(slots))
   return slots + [None] * (-len(slots) % columns), columns
-
-
-def _figure(title: str, width: float, height: float) -> Figure:
-  heading = textwrap.fill(title, int(width * 16))
-  figure = Figure(
-    figsize=(width, height + _HEADING * (1 + heading.count("\n"))),
-    layout="constrained",
-  )
-  figure.suptitle(heading, fontsize=8, x=0.02, ha="left", parse_math=False)
-  return figure
 
 
 def ink(share: float) -> str:

@@ -1,14 +1,13 @@
 """Plots of score against cost, one line per method."""
 
 import math
-import textwrap
 from collections.abc import Callable, Mapping, Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedFormatter, FixedLocator, NullLocator
 
-from kvjax.experiments.report import lines, wording
+from kvjax.experiments.report import figures, lines, wording
 from kvjax.experiments.report.lines import Line, Point
 from kvjax.experiments.report.means import (
   Mean,
@@ -27,8 +26,6 @@ _MOST, _BASELINE = 12, "random"
 _TICKS = 0.09
 # Ends of axes of scores.
 _TOPS = (20, 30, 40, 50, 60, 80, 100)
-# Font size of the title in points, and its letters per inch.
-_TITLE, _LETTERS = 9, 14
 
 
 def score_vs_retention(record: Record) -> Figure:
@@ -115,17 +112,17 @@ def score_by_turn(record: Record) -> Figure:
       for method, own in points.items()
     ]
   sizes = [lines.size(drawn) for drawn in pictures.values()]
-  figure = _figure(
-    wording.title(record.summary),
+  figure = figures.canvas(
     max(width for width, _ in sizes),
     sum(height for _, height in sizes),
+    wording.title(record.summary),
   )
   several = figure.subplots(len(pictures), squeeze=False)[:, 0]
   for axes, (budget, drawn) in zip(several, pictures.items(), strict=True):
-    axes.set_title(wording.budget("", budget), fontsize=_TITLE, loc="left")
-    axes.set_xlabel(f"turn{_explained(drawn)}")
     axes.xaxis.set_major_locator(FixedLocator([turn + 1 for turn in turns]))
-    _draw_lines(axes, drawn, wording.score_axis(record.summary))
+    labels = f"turn{_explained(drawn)}", wording.score_axis(record.summary)
+    figures.finish(axes, *labels, wording.budget("", budget), grid="y")
+    _draw_lines(axes, drawn)
   return figure
 
 
@@ -177,7 +174,7 @@ def _draw(
   score: str,
 ) -> Figure:
   """Plots lines over a logarithmic axis that decreases to the right."""
-  figure = _figure(title, *lines.size(drawn))
+  figure = figures.canvas(*lines.size(drawn), title)
   axes = figure.add_subplot()
   axes.set_xscale("log")
   least, most = min(ticks), max(ticks)
@@ -187,8 +184,8 @@ def _draw(
   axes.xaxis.set_major_locator(FixedLocator(shown))
   axes.xaxis.set_major_formatter(FixedFormatter([ticks[x] for x in shown]))
   axes.xaxis.set_minor_locator(NullLocator())
-  axes.set_xlabel(f"{cost}{_explained(drawn)}")
-  _draw_lines(axes, drawn, score, _top(drawn))
+  figures.finish(axes, f"{cost}{_explained(drawn)}", score, grid="y")
+  _draw_lines(axes, drawn, _top(drawn))
   return figure
 
 
@@ -202,15 +199,9 @@ def _top(drawn: Sequence[Line]) -> int:
   return next((top for top in _TOPS if highest <= top), 100)
 
 
-def _draw_lines(
-  axes: Axes, drawn: Sequence[Line], label: str, top: int = 100
-) -> None:
+def _draw_lines(axes: Axes, drawn: Sequence[Line], top: int = 100) -> None:
   axes.set_ylim(*lines.heights(top))
   axes.set_yticks(range(0, top + 1, 20 if top > 60 else 10))
-  axes.set_ylabel(label)
-  axes.grid(axis="y", color="#E4E4E4", linewidth=0.8)
-  axes.set_axisbelow(True)
-  axes.spines[["top", "right"]].set_visible(False)
   lines.draw(axes, drawn)
   lines.draw_labels(axes, drawn)
 
@@ -232,11 +223,3 @@ def _apart(ticks: Sequence[float], gap: float) -> list[float]:
     if math.log(shown[-1] / tick) > gap:
       shown.append(tick)
   return shown
-
-
-def _figure(title: str, width: float, height: float) -> Figure:
-  """Creates a figure with a wrapped title, without pyplot's global state."""
-  figure = Figure(figsize=(width, height), layout="constrained")
-  heading = textwrap.fill(title, int(width * _LETTERS))
-  figure.suptitle(heading, fontsize=_TITLE, x=0.02, ha="left", parse_math=False)
-  return figure

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from matplotlib.figure import Figure
 
-from kvjax.experiments.report import wording
+from kvjax.experiments.report import figures, wording
 from kvjax.experiments.report.formats import Table
 from kvjax.experiments.run import progress_bar
 from kvjax.experiments.timing import layer_compression
@@ -17,7 +17,6 @@ from kvjax.experiments.timing.layer_compression import Operation
 from kvjax.model import Geometry
 
 # Of the picture, in inches and points.
-_SIZE, _FONT = (8.0, 4.2), 7
 # The layer's attention to its own prompt, beside methods.
 ATTENTION = "attention"
 
@@ -137,7 +136,7 @@ def _exponent(slope: float) -> str:
 
 def picture(results: Sequence[Scaled]) -> Figure:
   """Draws time and temporary memory against length, on logarithmic axes."""
-  figure = Figure(figsize=_SIZE, layout="constrained")
+  figure = figures.canvas(8.0, 4.2)
   axes = figure.subplots(1, 2)
   # Color-blind safe colors alternate with markers and dashes.
   markers, dashes = "osD^vPX*", ("-", "--", ":")
@@ -156,14 +155,11 @@ def picture(results: Sequence[Scaled]) -> Figure:
     taken = [n for n in lengths if one.temporary[n]]
     axes[1].plot(taken, [one.temporary[n] / 2**20 for n in taken], **style)
   for axis, label in zip(axes, ("ms", "temporary MiB"), strict=True):
-    axis.set(xscale="log", xlabel="tokens", ylabel=label)
+    axis.set_xscale("log")
     if any(line.get_xdata().size for line in axis.get_lines()):
       axis.set_yscale("log")
     axis.set_xticks(lengths, [f"{n:,}" for n in lengths], rotation=45)
     axis.minorticks_off()
-    axis.grid(alpha=0.3)
-  handles, labels = axes[0].get_legend_handles_labels()
-  figure.legend(
-    handles, labels, loc="outside right center", fontsize=_FONT, frameon=False
-  )
+    figures.finish(axis, "tokens", label, grid="both")
+  figures.legend(figure, [*axes], columns=1, right=True)
   return figure

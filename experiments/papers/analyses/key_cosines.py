@@ -7,18 +7,14 @@ import numpy as np
 from jaxtyping import Float
 from matplotlib.figure import Figure
 
-from kvjax.experiments.papers.analyses.drawing import (
-  TICK,
-  canvas,
-  finish,
-  scaled_layer,
-)
+from kvjax.experiments.papers.analyses.drawing import scaled_layer
 from kvjax.experiments.papers.analyses.observed import (
   activations,
   kv_head_weights,
   unit,
 )
 from kvjax.experiments.papers.findings import Findings, Subject
+from kvjax.experiments.report import figures
 from kvjax.experiments.report.formats import Table
 
 # The paper's tokens, layers and KV head, and its model's number of layers.
@@ -96,7 +92,7 @@ def _line(head: _Head) -> list[str]:
 
 def _draw(heads: Sequence[_Head]) -> Figure:
   """Draws a row per head: the cosines of its keys, and their attention."""
-  figure = canvas(8.0, 3.5 * len(heads))
+  figure = figures.canvas(8.0, 3.5 * len(heads))
   panels = figure.subplots(len(heads), 2, squeeze=False)
   for (left, right), head in zip(panels, heads, strict=True):
     place = f"layer {head.layer}, KV head {head.head}"
@@ -105,6 +101,6 @@ def _draw(heads: Sequence[_Head]) -> Figure:
       (right, head.attention, "attention weights", 0, "viridis", "query"),
     ):
       image = axes.imshow(cells, cmap=colors, vmin=least, vmax=1)
-      finish(axes, "key", rows, f"{title}, {place}", framed=True)
-      figure.colorbar(image, ax=axes).ax.tick_params(labelsize=TICK)
+      figures.finish(axes, "key", rows, f"{title}, {place}", framed=True)
+      figures.color_bar(figure, image, [axes])
   return figure

@@ -9,19 +9,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from kvjax.activations import Activations
-from kvjax.experiments.papers.analyses.drawing import (
-  BLUE,
-  DARK,
-  GRAY,
-  LABEL,
-  ORANGE,
-  canvas,
-  finish,
-  scaled_layer,
-)
+from kvjax.experiments.papers.analyses.drawing import scaled_layer
 from kvjax.experiments.papers.analyses.observed import activations, unit
 from kvjax.experiments.papers.analyses.retained_keys import plane
 from kvjax.experiments.papers.findings import Findings, Subject
+from kvjax.experiments.report import figures
 from kvjax.experiments.report.formats import Table
 
 # Layers and KV heads of the paper's other pictures of keys, and the number of
@@ -110,17 +102,11 @@ def _head(layer: Activations, number: int, head: int) -> _Head:
 
 def _draw(heads: Sequence[_Head]) -> Figure:
   """Draws a panel per head."""
-  rows = -(-len(heads) // 2)
-  figure = canvas(8.4, 3.5 * rows + 0.4)
-  panels = figure.subplots(rows, 2, squeeze=False).ravel()
-  for axes in panels[len(heads) :]:
-    axes.set_axis_off()
-  for axes, head in zip(panels, heads, strict=False):
+  figure = figures.canvas(8.4, 3.5 * -(-len(heads) // 2) + 0.4)
+  drawn = figures.panels(figure, len(heads), 2)
+  for axes, head in zip(drawn, heads, strict=True):
     _draw_head(axes, head)
-  handles, labels = panels[0].get_legend_handles_labels()
-  figure.legend(
-    handles, labels, loc="outside lower center", ncols=5, fontsize=LABEL
-  )
+  figures.legend(figure, drawn, columns=5)
   return figure
 
 
@@ -133,14 +119,14 @@ def _draw_head(axes: Axes, head: _Head) -> None:
   others = np.delete(head.keys, head.top, axis=0)
   mean_query = head.queries.mean(axis=0, keepdims=True)
   for label, rows, size, color, marker in (
-    ("keys", others, 5, GRAY, "o"),
-    ("queries", head.queries, 5, ORANGE, "o"),
-    ("top keys", head.keys[head.top], 12, BLUE, "o"),
-    ("anchor", length * anchor, 90, DARK, "*"),
-    ("mean query", mean_query, 50, DARK, "X"),
+    ("keys", others, 5, figures.GRAY, "o"),
+    ("queries", head.queries, 5, figures.ORANGE, "o"),
+    ("top keys", head.keys[head.top], 12, figures.BLUE, "o"),
+    ("anchor", length * anchor, 90, figures.DARK, "*"),
+    ("mean query", mean_query, 50, figures.DARK, "X"),
   ):
     step = -(-len(rows) // _POINTS)
     x, y = ((rows[::step] - mean) @ directions.T).T
     axes.scatter(x, y, s=size, color=color, marker=marker, label=label)
   title = f"layer {head.layer}, KV head {head.head}"
-  finish(axes, "first component", "second component", title)
+  figures.finish(axes, "first component", "second component", title)

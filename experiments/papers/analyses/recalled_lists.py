@@ -9,10 +9,10 @@ from jaxtyping import Float
 from matplotlib.figure import Figure
 
 from kvjax.activations import Activations
-from kvjax.experiments.papers.analyses.drawing import BLUE, canvas, finish
 from kvjax.experiments.papers.analyses.neighbors import highest
 from kvjax.experiments.papers.analyses.observed import activations, unit
 from kvjax.experiments.papers.findings import Findings, Subject
+from kvjax.experiments.report import figures
 from kvjax.experiments.report.formats import Table
 from kvjax.experiments.run.progress_bar import track
 
@@ -145,7 +145,7 @@ def _most_alike(
 
 def _draw(by_probes: Mapping[int, Float[np.ndarray, "B L 3"]]) -> Figure:
   """Draws means over layers, and the range of layers."""
-  figure = canvas(7.6, 3.2)
+  figure = figures.canvas(7.6, 3.2)
   panels: Sequence = figure.subplots(1, 2)
   probes = list(by_probes)
   for axes, place, label, scale in (
@@ -155,12 +155,11 @@ def _draw(by_probes: Mapping[int, Float[np.ndarray, "B L 3"]]) -> Figure:
     values = scale * np.array(
       [layers[..., place].mean(axis=0) for layers in by_probes.values()]
     )
-    axes.fill_between(
-      probes, values.min(axis=1), values.max(axis=1), color=BLUE, alpha=0.2
-    )
-    axes.plot(probes, values.mean(axis=1), "o-", color=BLUE, markersize=4)
+    low, mean, high = (f(values, axis=1) for f in (np.min, np.mean, np.max))
+    axes.fill_between(probes, low, high, color=figures.BLUE, alpha=0.2)
+    axes.plot(probes, mean, "o-", color=figures.BLUE, markersize=4)
     axes.set_xscale("log", base=2)
     axes.set_xticks(probes, [str(count) for count in probes])
     axes.set_ylim(0, 1.04 * scale)
-    finish(axes, "C', lists recalled", label)
+    figures.finish(axes, "C', lists recalled", label)
   return figure

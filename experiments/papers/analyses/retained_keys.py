@@ -10,16 +10,9 @@ from matplotlib.figure import Figure
 
 import kvjax
 from kvjax.cache.layers import LayerCache
-from kvjax.experiments.papers.analyses.drawing import (
-  BLUE,
-  GRAY,
-  LABEL,
-  canvas,
-  finish,
-)
 from kvjax.experiments.papers.analyses.observed import unit
 from kvjax.experiments.papers.findings import Findings, Scale, Subject
-from kvjax.experiments.report import wording
+from kvjax.experiments.report import figures, wording
 from kvjax.experiments.report.formats import Table
 from kvjax.experiments.report.lines import styled
 from kvjax.experiments.run.progress_bar import track
@@ -179,7 +172,7 @@ def _draw_distributions(
   by_method: Mapping[str, Sequence[Mapping[tuple[int, int], float]]],
 ) -> Figure:
   """Plots the share of heads and prompts with at most each value."""
-  figure = canvas(6.6, 3.6)
+  figure = figures.canvas(6.6, 3.6)
   axes = figure.add_subplot()
   for index, (name, rows) in enumerate(by_method.items()):
     style = styled(name, [], index)
@@ -190,12 +183,12 @@ def _draw_distributions(
       linestyle=(0, style.dashes) if style.dashes else "-",
       label=name,
     )
-  finish(
+  figures.finish(
     axes,
     "log det of the cosines of retained keys",
     "share of heads that have at most this",
   )
-  axes.legend(fontsize=LABEL)
+  axes.legend(fontsize=figures.LABEL)
   return figure
 
 
@@ -205,12 +198,12 @@ def _draw(
 ) -> Figure:
   """Plots a panel per method: all keys in gray, retained ones in color."""
   mean, axes = plane(everything)
-  figure = canvas(9, 6.2)
-  panels = figure.subplots(2, 3, sharex=True, sharey=True).ravel()
-  for panel, (name, keys) in zip(panels, retained.items(), strict=True):
-    panel.scatter(*((everything - mean) @ axes.T).T, s=5, color=GRAY)
-    panel.scatter(*((keys - mean) @ axes.T).T, s=5, color=BLUE)
-    finish(panel, title=f"{name}, {len(keys)} of {len(everything)}")
-  figure.supxlabel("first component", fontsize=9)
-  figure.supylabel("second component", fontsize=9)
+  figure = figures.canvas(9, 6.2)
+  drawn = figures.panels(figure, 6, 3, sharex=True, sharey=True)
+  for panel, (name, keys) in zip(drawn, retained.items(), strict=True):
+    for rows, color in (everything, figures.GRAY), (keys, figures.BLUE):
+      x, y = ((rows - mean) @ axes.T).T
+      panel.scatter(x, y, s=5, color=color)
+    figures.finish(panel, title=f"{name}, {len(keys)} of {len(everything)}")
+  figures.label_sides(figure, "first component", "second component")
   return figure

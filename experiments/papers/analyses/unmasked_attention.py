@@ -9,17 +9,12 @@ from jaxtyping import Float
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 
-from kvjax.experiments.papers.analyses.drawing import (
-  LABEL,
-  TICK,
-  canvas,
-  finish,
-)
 from kvjax.experiments.papers.analyses.observed import (
   activations,
   kv_head_weights,
 )
 from kvjax.experiments.papers.findings import Findings, Subject
+from kvjax.experiments.report import figures
 from kvjax.experiments.report.formats import Table
 
 # Compactor's chunk, tokens on each side of the diagonal, the share of keys that
@@ -156,16 +151,12 @@ def _draw_logarithmic(
   maps: Mapping[str, Float[np.ndarray, "T T"]], columns: int
 ) -> Figure:
   rows = -(-len(maps) // columns)
-  figure = canvas(3.1 * columns + 0.9, 3.1 * rows + 0.2)
-  panels = figure.subplots(rows, columns, squeeze=False).ravel()
-  for axes in panels[len(maps) :]:
-    axes.set_axis_off()
-  for axes, (title, cells) in zip(panels, maps.items(), strict=False):
+  figure = figures.canvas(3.1 * columns + 0.9, 3.1 * rows + 0.2)
+  drawn = figures.panels(figure, len(maps), columns)
+  for axes, (title, cells) in zip(drawn, maps.items(), strict=True):
     image = axes.imshow(
       np.maximum(cells, _LEAST), cmap="magma", norm=LogNorm(_LEAST, 1.0)
     )
-    finish(axes, "key", "query", title, framed=True)
-  bar = figure.colorbar(image, ax=panels.tolist())
-  bar.set_label("attention weight", fontsize=LABEL)
-  bar.ax.tick_params(labelsize=TICK)
+    figures.finish(axes, "key", "query", title, framed=True)
+  figures.color_bar(figure, image, drawn, "attention weight")
   return figure
