@@ -1,25 +1,18 @@
 """Measures which layers and heads attend to the needle."""
 
-import functools
 import random
 from collections.abc import Sequence
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, PyTree
+from jaxtyping import Float
 
-import kvjax
 from kvjax.activations import Activations
-from kvjax.engine.forward import (
-  attend_to_prompt,
-  block_positions,
-  hidden_states,
-)
+from kvjax.experiments.papers.analyses.observed import activations, weights
 from kvjax.experiments.run.prompting import Prompt
 from kvjax.experiments.tasks import niah
 from kvjax.experiments.tasks.sample import Sample
 from kvjax.models.pretrained import Pretrained
+from kvjax.prompts import bucket
 
 TASK = "niah_single_2"
 
@@ -47,17 +40,10 @@ def sample_mass(lm: Pretrained, sample: Sample) -> Float[np.ndarray, "L N"]:
   # The answer starts with a blank, which is a separate token before digits.
   ids = prompt.context + prompt.question + lm.text.encode(" ")
   places = _places(prompt.context, value)
-  prompts = kvjax.Prompts.of([ids])
-  wanted = np.zeros(prompts.tokens.shape[1], bool)
-  wanted[places] = True
-  mass = _mass(
-    lm.model,
-    lm.params,
-    jnp.asarray(prompts.tokens),
-    jnp.asarray(prompts.lengths),
-    jnp.asarray(wanted),
-  )
-  return np.asarray(mass)
+  # Padded, for one compiled program; no token sees what follows it.
+  padded = ids + [0] * (bucket(len(ids)) - len(ids))
+  layers = activations(lm.model, lm.params, padded)
+  return np.array([_mass(layer, len(ids), places) for layer in layers])
 
 
 def _places(ids: Sequence[int], value: Sequence[int]) -> slice:
@@ -68,33 +54,16 @@ def _places(ids: Sequence[int], value: Sequence[int]) -> slice:
   raise ValueError("The value does not stand in the prompt.")
 
 
-@functools.partial(jax.jit, static_argnums=0)
 def _mass(
-  model: kvjax.Model,
-  params: PyTree,
-  tokens: Int[Array, "1 S"],
-  lengths: Int[Array, " 1"],
-  wanted: Bool[Array, " S"],
-) -> Float[Array, "L N"]:
-  def attend(
-    layer: int, state: None, activations: Activations
-  ) -> tuple[Float[Array, "1 N S D"], Float[Array, " N"]]:
-    del layer, state
-    query = jax.lax.dynamic_index_in_dim(
-      activations.queries[0].astype(jnp.float32), lengths[0] - 1, axis=1
-    )
-    kv_heads, _, dim = activations.keys[0].shape
-    logits = jnp.einsum(
-      "kgd,ksd->kgs",
-      query.reshape(kv_heads, -1, dim),
-      activations.keys[0].astype(jnp.float32),
-    )
-    real = (activations.positions[0] >= 0)[None, None]
-    weights = jax.nn.softmax(logits * dim**-0.5, axis=-1, where=real)
-    mass = jnp.sum(weights, axis=-1, where=wanted[None, None])
-    return attend_to_prompt(activations), mass.reshape(-1)
-
-  positions = block_positions(jnp.zeros_like(lengths), tokens.shape[1], lengths)
-  none = (None,) * model.geometry.num_layers
-  _, masses = hidden_states(model, params, tokens, positions, none, attend)
-  return jnp.stack(masses)
+  layer: Activations, length: int, places: slice
+) -> Float[np.ndarray, " N"]:
+  """Computes the share of each head's last query among so many tokens."""
+  keys = np.asarray(layer.keys[0, :, :length], np.float64)
+  queries = np.asarray(layer.queries[0, :, length - 1, None], np.float64)
+  group = len(queries) // len(keys)
+  return np.array(
+    [
+      weights(query, keys[head // group], causal=False)[0, places].sum()
+      for head, query in enumerate(queries)
+    ]
+  )
