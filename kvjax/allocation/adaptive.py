@@ -74,10 +74,6 @@ class Adaptive(Allocation):
     """Maximum of B over the rows of a bucket."""
     return self.over.capacities(budget, padded, sizes)
 
-  def refit(self, old: Allocation, new: Allocation, window: int) -> Allocation:
-    """Refits the inner allocation."""
-    return dataclasses.replace(self, over=self.over.refit(old, new, window))
-
   def evaluate(
     self,
     method: Chooser,

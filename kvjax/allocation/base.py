@@ -46,14 +46,17 @@ class Chooser(Protocol):
 
 
 class Sizes(NamedTuple):
-  """The layers and heads that a budget is spread over.
+  """The layers and heads that a budget is spread over, and what they keep.
 
   Attributes:
     heads: number of heads that store keys and values, for each layer that
       methods compress.
+    protects: number of last tokens that the method keeps whatever the budget;
+      see `kvjax.methods.Traits`.
   """
 
   heads: tuple[int, ...]
+  protects: int = 0
 
   @property
   def layers(self) -> int:
@@ -237,19 +240,6 @@ class Allocation(abc.ABC):
   def is_due(self, cache: LayerCache, budget: LayerBudget) -> Bool[Array, ""]:
     """Whether any row exceeds its budget."""
     return jnp.any(cache.lengths > budget.per_head)
-
-  def refit(
-    self, old: "Allocation", new: "Allocation", window: int
-  ) -> "Allocation":
-    """Returns the same allocation for a method whose options have changed.
-
-    Args:
-      old: the method's default allocation before.
-      new: the method's default allocation now.
-      window: number of last tokens that the method always keeps now.
-    """
-    del window
-    return new if self == old else self
 
   def check_recursive(self, budget: Budget, name: str) -> None:
     """Refuses a budget that cannot be kept to by repeated evictions.

@@ -257,9 +257,13 @@ def run(recipe, seen, counts, total, capacity):
 compiled = functools.partial(jax.jit, static_argnums=(0, 4))(run)
 
 
+def sizes_of(recipe, heads=3):
+  return Sizes((heads,) * LAYERS, recipe.method.traits.protects)
+
+
 def counts_of(recipe, lengths=LENGTHS, heads=3):
   """For every budget, what the rows keep per head, and all heads together."""
-  spread, sizes = spread_of(recipe), Sizes((heads,) * LAYERS)
+  spread, sizes = spread_of(recipe), sizes_of(recipe, heads)
   return [
     [
       law(budget, np.array(lengths), sizes)[LAYER]
@@ -271,7 +275,7 @@ def counts_of(recipe, lengths=LENGTHS, heads=3):
 
 def capacities_of(recipe, padded):
   """For every budget, the slots of a bucket's caches."""
-  spread, sizes = spread_of(recipe), Sizes((3,) * LAYERS)
+  spread, sizes = spread_of(recipe), sizes_of(recipe)
   return [int(spread.capacities(b, padded, sizes)[LAYER]) for b in BUDGETS]
 
 
@@ -319,7 +323,7 @@ class TestMethod:
   def test_keeps_its_budget_sorted_unique_and_protected(self, name):
     recipe = CASES[name]
     method, spread = recipe.method, spread_of(recipe)
-    sizes = Sizes((3,) * LAYERS)
+    sizes = sizes_of(recipe)
     lengths = np.array(bucket_lengths(PADDED))
     for budget, capacity in zip(
       BUDGETS, capacities_of(recipe, PADDED), strict=True
@@ -525,9 +529,9 @@ def refused(reason):
 
 def test_what_spreads_a_budget_follows_the_options_of_the_method():
   spread = get_recipe("pyramid/ada/snapkv:window=5:alpha=0.1").allocation
-  assert spread == Pyramid(Adaptive(Uniform(), 0.1), window=5)
+  assert spread == Pyramid(Adaptive(Uniform(), 0.1))
   spread = get_recipe("pyramidkv:window=5:beta=3").allocation
-  assert spread == Pyramid(Uniform(), 5, 3.0)
+  assert spread == Pyramid(Uniform(), 3.0)
   spread = get_recipe("pyramid/compactor.vllm:first=2:last=3").allocation
   assert spread == Pyramid(Middle(5, joint=True))
   for name in ("pyramid/keydiff:window=3", "pyramid/compactor:ends=4"):
