@@ -7,8 +7,9 @@ import pytest
 
 import kvjax
 from kvjax.allocation import Allocation, Uniform
+from kvjax.engine.preparing import prepare
 from kvjax.errors import InputError
-from kvjax.methods import KeyL2Norm
+from kvjax.methods import KeyDiff, KeyL2Norm
 from kvjax.testing import TinyModel
 
 MODEL = TinyModel()
@@ -88,6 +89,32 @@ def test_an_allocation_counts_tokens_by_layer_and_row(allocation):
 def test_what_differs_between_layers_says_so():
   with pytest.raises(InputError, match="spreads_layers must be True"):
     prefilled(Silent())
+
+
+PUBLIC = [
+  kind
+  for kind in vars(kvjax.allocation).values()
+  if isinstance(kind, type)
+  and issubclass(kind, Allocation)
+  and kind is not Allocation
+]
+
+
+@pytest.mark.parametrize("kind", PUBLIC)
+def test_every_public_allocation_keeps_the_budget(kind):
+  """Any may be given to a plan by hand."""
+  required = [
+    field.name
+    for field in dataclasses.fields(kind)
+    if field.default is dataclasses.MISSING
+  ]
+  # LagKV's law has 16 + 6 k tokens to keep of these 64.
+  made = kind(**{n: Uniform() if n == "over" else 8 for n in required})
+  plan = kvjax.Plan(KeyDiff(), kvjax.Tokens(22), allocation=made)
+  prompts = kvjax.Prompts.of([list(range(64))])
+  prepared = prepare(plan, prompts, kvjax.Geometry.uniform(6, 4, 2, 8, 4096))
+  total = int(np.sum(prepared.totals))
+  assert abs(total - 6 * 2 * 22) <= (6 * 2 * 6 if "chunk" in required else 6)
 
 
 def test_what_is_uniform_is_uniform():
