@@ -144,6 +144,14 @@ class Allocation(abc.ABC):
     return False
 
   @property
+  def ranks_slots(self) -> bool:
+    """Whether the scores by which heads compete also select their slots.
+
+    Its method must score every slot then, as a `ScoringMethod` does.
+    """
+    return self.whole_model
+
+  @property
   def prescribes(self) -> bool:
     """Whether its method keeps what it says, whatever counts it is given.
 

@@ -8,6 +8,7 @@ from jaxtyping import Array, Float, Int, PyTree
 from kvjax.activations import Activations
 from kvjax.allocation.base import Allocation, Chooser, LayerBudget, Sizes
 from kvjax.cache.layers import LayerCache
+from kvjax.errors import InputError
 from kvjax.options.bounds import check_least
 from kvjax.options.budgets import Budget, Tokens
 
@@ -40,6 +41,11 @@ class Pyramid(Allocation):
 
   def __post_init__(self) -> None:
     check_least(self, beta=1)
+    if self.over.spreads_layers:
+      raise InputError(
+        f"{type(self.over).__name__} gives layers shares of its own; give "
+        f"{type(self).__name__} an allocation whose layers keep as many."
+      )
 
   @property
   def ragged(self) -> bool:
@@ -55,6 +61,11 @@ class Pyramid(Allocation):
   def votes(self) -> bool:
     """Whether heads compete in the inner allocation."""
     return self.over.votes
+
+  @property
+  def ranks_slots(self) -> bool:
+    """Whether those heads select by the scores that they compete by."""
+    return self.over.ranks_slots
 
   def evaluate(
     self,

@@ -244,10 +244,10 @@ class Plan:
         "Heads compete by scores of tokens that are final before the budget is "
         f"known or by the votes of an observation window; {name} has neither."
       )
-    if allocation.whole_model and self.method.votes is not self.method:
+    if allocation.ranks_slots and self.method.votes is not self.method:
       raise InputError(
-        "The heads of all layers compete by the scores of their slots; "
-        f"{name} does not score slots."
+        "Heads share this budget by the scores that select their slots; "
+        f"{name} does not select by scores of single slots."
       )
     if not self.schedule.is_whole_prompt and isinstance(self.budget, Budget):
       allocation.check_recursive(self.budget, self.name)

@@ -6,11 +6,30 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.allocation import Allocation, Uniform
+from kvjax.allocation import (
+  Adaptive,
+  Allocation,
+  Floored,
+  Pyramid,
+  RoundedPyramid,
+  StreamingHeads,
+  Uniform,
+  WholeLayer,
+  WholeModel,
+)
 from kvjax.engine.preparing import prepare
 from kvjax.errors import InputError
-from kvjax.methods import KeyDiff, KeyL2Norm
-from kvjax.testing import TinyModel
+from kvjax.methods import (
+  ChunkKV,
+  Compactor,
+  Critical,
+  KeyDiff,
+  KeyL2Norm,
+  ProtoKV,
+  SnapKV,
+)
+from kvjax.names import name_of
+from kvjax.testing import TinyModel, kept_positions
 
 MODEL = TinyModel()
 PROMPTS = kvjax.Prompts.of([list(range(24))])
@@ -115,6 +134,61 @@ def test_every_public_allocation_keeps_the_budget(kind):
   prepared = prepare(plan, prompts, kvjax.Geometry.uniform(6, 4, 2, 8, 4096))
   total = int(np.sum(prepared.totals))
   assert abs(total - 6 * 2 * 22) <= (6 * 2 * 6 if "chunk" in required else 6)
+
+
+@pytest.mark.parametrize(
+  "method",
+  [
+    ChunkKV(window=4, chunk=4),
+    ProtoKV(window=4),
+    Critical(SnapKV(window=4)),
+    Compactor(),
+  ],
+)
+@pytest.mark.parametrize(
+  "allocation", [WholeLayer(), Pyramid(WholeLayer()), WholeModel()]
+)
+def test_heads_share_a_budget_by_the_scores_that_select(method, allocation):
+  name = name_of(method)
+  with pytest.raises(InputError, match=f"; {name} ") as refused:
+    kvjax.Plan(method, FOUR, allocation=allocation)
+  assert str(refused.value).count(".") == 1
+
+
+def test_heads_share_what_a_pyramid_gives_their_layer():
+  """In either order: each layer's mean is the pyramid's."""
+  method, budget = SnapKV(window=2), kvjax.Tokens(8)
+  either, other = (
+    kvjax.prefill(
+      MODEL,
+      MODEL.init(),
+      PROMPTS,
+      kvjax.Plan(method, budget, allocation=spread),
+    )[0]
+    for spread in (Adaptive(Pyramid(Uniform())), Pyramid(Adaptive(Uniform())))
+  )
+  assert kept_positions(either, 0) == kept_positions(other, 0)
+  first, last = np.asarray(either.lengths).sum(axis=(1, 2))
+  assert first > last
+  assert first + last == 2 * 2 * 8
+
+
+@pytest.mark.parametrize(
+  "over", [Pyramid(Uniform()), WholeModel(), StreamingHeads(), Front()]
+)
+def test_layers_with_shares_of_their_own_have_no_pyramid(over):
+  for pyramid in (Pyramid, RoundedPyramid):
+    with pytest.raises(InputError, match=f"{type(over).__name__} gives layers"):
+      pyramid(over)
+
+
+@pytest.mark.parametrize(
+  "over", [Adaptive(Uniform()), WholeLayer(), WholeModel(), StreamingHeads()]
+)
+def test_heads_with_shares_of_their_own_share_nothing_else(over):
+  for adaptive in (Adaptive, Floored):
+    with pytest.raises(InputError, match=f"{type(over).__name__} gives heads"):
+      adaptive(over)
 
 
 def test_what_is_uniform_is_uniform():
