@@ -219,6 +219,14 @@ class Allocation(abc.ABC):
     """Maximum tokens of a row of up to `padded` after an eviction."""
     return budget.num_kept(padded)
 
+  @property
+  def selector(self) -> "Allocation":
+    """The allocation that evaluates and selects in its place, of any counts.
+
+    Plans of one method whose selectors are equal share its evaluations.
+    """
+    return self if overrides(self, Allocation) else Uniform()
+
   def evaluate(
     self,
     method: Chooser,
@@ -294,6 +302,14 @@ class Allocation(abc.ABC):
         f"{protected.sum()} tokens of a prompt are protected and {most} may be "
         "kept; protect fewer or give a larger budget."
       )
+
+
+def overrides(allocation: Allocation, base: type) -> bool:
+  """Whether an allocation evaluates or selects otherwise than a base class."""
+  names = ("evaluate", "select", "token_scores")
+  return any(
+    getattr(type(allocation), n) is not getattr(base, n) for n in names
+  )
 
 
 @dataclasses.dataclass(frozen=True)

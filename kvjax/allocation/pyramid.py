@@ -6,7 +6,13 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
 
 from kvjax.activations import Activations
-from kvjax.allocation.base import Allocation, Chooser, LayerBudget, Sizes
+from kvjax.allocation.base import (
+  Allocation,
+  Chooser,
+  LayerBudget,
+  Sizes,
+  overrides,
+)
 from kvjax.cache.layers import LayerCache
 from kvjax.errors import InputError
 from kvjax.options.bounds import check_least
@@ -66,6 +72,11 @@ class Pyramid(Allocation):
   def ranks_slots(self) -> bool:
     """Whether those heads select by the scores that they compete by."""
     return self.over.ranks_slots
+
+  @property
+  def selector(self) -> Allocation:
+    """That of the inner allocation: a layer's share changes its counts only."""
+    return self if overrides(self, Pyramid) else self.over.selector
 
   def evaluate(
     self,

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from kvjax.activations import Activations
-from kvjax.allocation.base import Allocation, LayerBudget, Uniform
+from kvjax.allocation.base import Allocation, LayerBudget
 from kvjax.cache.base import Layer
 from kvjax.cache.cache import Cache
 from kvjax.cache.layers import LayerCache
@@ -42,7 +42,7 @@ class Evaluation(NamedTuple):
 
   Attributes:
     method: the method whose scores are computed.
-    allocation: the allocation, if its heads compete by scores.
+    allocation: what evaluates and selects; see `Allocation.selector`.
     per_query_head: whether each query head stores its own keys.
     observer: the method that evicts while decoding, for which state must be
       remembered; None if there is none.
@@ -56,11 +56,10 @@ class Evaluation(NamedTuple):
   @classmethod
   def of(cls, plan: Plan) -> "Evaluation":
     """Returns the evaluation that a plan needs."""
-    spread, later = plan.spread, plan.while_decoding
+    later = plan.while_decoding
     return cls(
       plan.method,
-      # Other allocations do not change scores, so their plans share them.
-      spread if spread.votes else Uniform(),
+      plan.spread.selector,
       plan.per_query_head,
       None if later is None else later.method,
     )
@@ -335,10 +334,11 @@ def evict_layer(
   Returns:
     A cache of the same capacity, with its tokens in the first slots.
   """
+  spread = plan.spread
   with blamed_on(plan.method):
     with jax.default_matmul_precision("highest"):
-      scores = plan.method.evaluate(layer, cache, activations)
-    slots = plan.spread.select(plan.method, scores, cache, budget)
+      scores = spread.evaluate(plan.method, layer, cache, activations)
+    slots = spread.select(plan.method, scores, cache, budget)
   kept = cache.take(slots[..., : budget.capacity])
   # The loops of prefill and decoding carry layers of one shape.
   return kept.grow(cache.capacity - kept.capacity)

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -70,6 +71,34 @@ class Negative(Front):
     return super().counts(budget, lengths, sizes) * -1
 
 
+@dataclasses.dataclass(frozen=True)
+class Even(Allocation):
+  def counts(self, budget, lengths, sizes):
+    return Uniform().counts(budget, lengths, sizes)
+
+  def check_recursive(self, budget, name):
+    """Accepts every budget."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Oldest(Even):
+  """Keeps the first tokens, whatever the method says."""
+
+  def select(self, method, scores, cache, budget):
+    slots = jnp.arange(budget.capacity, dtype=jnp.int32)[None, None]
+    kept = jnp.where(slots < budget.per_head[..., None], slots, -1)
+    heads = cache.positions.shape[:2]
+    return jnp.broadcast_to(kept, (*heads, budget.capacity))
+
+
+@dataclasses.dataclass(frozen=True)
+class Worst(Even):
+  """Keeps what the method would evict first."""
+
+  def evaluate(self, method, layer, cache, activations):
+    return -method.evaluate(layer, cache, activations)
+
+
 def prefilled(allocation, budget=FOUR):
   plan = kvjax.Plan(KeyL2Norm(), budget, allocation=allocation)
   return kvjax.prefill(MODEL, MODEL.init(), PROMPTS, plan)[0]
@@ -80,6 +109,35 @@ def test_layers_keep_what_they_are_given():
   assert cache.lengths[:, 0, 0].tolist() == [5, 4]
   assert [cache.layer(n).capacity for n in range(2)] == [5, 4]
   assert cache.nbytes < prefilled(None, kvjax.Tokens(5)).nbytes
+
+
+@pytest.mark.parametrize(
+  "schedule", [kvjax.Schedule(), kvjax.Schedule(block=8)]
+)
+def test_an_allocation_evaluates_and_selects_its_own_way(schedule):
+  """Also where another plan of the sweep leaves both to the method."""
+  params, prompts = MODEL.init(), PROMPTS
+
+  def kept(*allocations):
+    plans = [
+      kvjax.Plan(KeyL2Norm(), FOUR, schedule, allocation=allocation)
+      for allocation in allocations
+    ]
+    if schedule.is_whole_prompt:
+      caches, _ = kvjax.sweep(MODEL, params, prompts, plans)
+    else:
+      caches = [kvjax.prefill(MODEL, params, prompts, p)[0] for p in plans]
+    return [kept_positions(cache, 0) for cache in caches]
+
+  plain, even, first, worst = kept(None, Even(), Oldest(), Worst())
+  assert plain == even
+  assert first == [[[0, 1, 2, 3]] * 2] * 2
+  for best, last in zip(plain, worst, strict=True):
+    for head, other in zip(best, last, strict=True):
+      assert not {*head} & {*other}
+  if schedule.is_whole_prompt:
+    around = kept(Pyramid(Worst()))[0]
+    assert {*around[1][0]} <= {*worst[1][0]}
 
 
 def test_a_budget_that_is_shared_out_once_is_refused_in_blocks():
