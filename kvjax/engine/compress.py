@@ -32,7 +32,6 @@ from kvjax.engine.rerotation import (
 )
 from kvjax.errors import blamed_on
 from kvjax.methods.base import Method
-from kvjax.methods.think import keep_channels
 from kvjax.model import Model
 from kvjax.struct import struct
 
@@ -217,7 +216,7 @@ def compress_layer(
     # beyond the capacity they are -1.
     cache = cache.take(inputs.slots[..., : program.capacity])
   if program.channels is not None:
-    channels = keep_channels(program.channels, cache, activations)
+    channels = program.channels.choose(cache, activations)
     return shard_layer(NarrowLayer.of(cache, channels))
   # Later evictions need keys in their own dtype and at their own positions.
   if program.recursive:
