@@ -12,7 +12,14 @@ import pytest
 from made_up_gates import made_up_fast_kvzip, made_up_kvzap
 
 import kvjax
-from kvjax.allocation import Adaptive, Middle, Pyramid, Sizes, Uniform
+from kvjax.allocation import (
+  Adaptive,
+  Middle,
+  Pyramid,
+  Sizes,
+  Uniform,
+  WholeChunkCounts,
+)
 from kvjax.cache.layers import LayerCache
 from kvjax.cache.packed import PackedLayer
 from kvjax.errors import InputError
@@ -537,6 +544,8 @@ def test_what_spreads_a_budget_follows_the_options_of_the_method():
   assert spread == Pyramid(Uniform(), 3.0)
   spread = get_recipe("pyramid/compactor.vllm:first=2:last=3").allocation
   assert spread == Pyramid(Middle(5, joint=True))
+  spread = get_recipe("pyramid/chunkkv.kvpress/snapkv:chunk=7").allocation
+  assert spread == Pyramid(WholeChunkCounts(7))
   for name in ("pyramid/keydiff:window=3", "pyramid/compactor:ends=4"):
     with pytest.raises(InputError, match="has no option"):
       get_recipe(name)
