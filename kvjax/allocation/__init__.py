@@ -5,7 +5,6 @@ from kvjax.allocation.base import Allocation as Allocation
 from kvjax.allocation.base import LayerBudget as LayerBudget
 from kvjax.allocation.base import Sizes as Sizes
 from kvjax.allocation.base import Uniform as Uniform
-from kvjax.allocation.by_threshold import ByThreshold as ByThreshold
 from kvjax.allocation.floored import Floored as Floored
 from kvjax.allocation.lag_law import LagLaw as LagLaw
 from kvjax.allocation.middle import Middle as Middle

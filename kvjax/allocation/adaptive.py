@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 from kvjax.activations import Activations
 from kvjax.allocation.base import Allocation, Chooser, LayerBudget, Sizes
 from kvjax.cache.layers import LayerCache
+from kvjax.errors import InputError
 from kvjax.kernels.select import among_largest, kth_largest
 from kvjax.options.bounds import check_share
 from kvjax.options.budgets import Budget
@@ -51,11 +52,21 @@ class Adaptive(Allocation):
 
   def __post_init__(self) -> None:
     check_share(self, "alpha")
+    if self.over.ragged:
+      raise InputError(
+        f"{type(self.over).__name__} gives heads shares of its own; give "
+        f"{type(self).__name__} an allocation whose heads keep as many."
+      )
 
   @property
   def ragged(self) -> bool:
     """True: heads keep different numbers of tokens."""
     return True
+
+  @property
+  def spreads_layers(self) -> bool:
+    """Whether the inner allocation does."""
+    return self.over.spreads_layers
 
   @property
   def votes(self) -> bool:
@@ -73,10 +84,6 @@ class Adaptive(Allocation):
   ) -> Int[np.ndarray, " L"]:
     """Maximum of B over the rows of a bucket."""
     return self.over.capacities(budget, padded, sizes)
-
-  def refit(self, old: Allocation, new: Allocation, window: int) -> Allocation:
-    """Refits the inner allocation."""
-    return dataclasses.replace(self, over=self.over.refit(old, new, window))
 
   def evaluate(
     self,

@@ -46,14 +46,17 @@ class Chooser(Protocol):
 
 
 class Sizes(NamedTuple):
-  """The layers and heads that a budget is spread over.
+  """The layers and heads that a budget is spread over, and what they keep.
 
   Attributes:
     heads: number of heads that store keys and values, for each layer that
       methods compress.
+    protects: number of last tokens that the method keeps whatever the budget;
+      see `kvjax.methods.Traits`.
   """
 
   heads: tuple[int, ...]
+  protects: int = 0
 
   @property
   def layers(self) -> int:
@@ -141,6 +144,14 @@ class Allocation(abc.ABC):
     return False
 
   @property
+  def ranks_slots(self) -> bool:
+    """Whether the scores by which heads compete also select their slots.
+
+    Its method must score every slot then, as a `ScoringMethod` does.
+    """
+    return self.whole_model
+
+  @property
   def prescribes(self) -> bool:
     """Whether its method keeps what it says, whatever counts it is given.
 
@@ -208,6 +219,14 @@ class Allocation(abc.ABC):
     """Maximum tokens of a row of up to `padded` after an eviction."""
     return budget.num_kept(padded)
 
+  @property
+  def selector(self) -> "Allocation":
+    """The allocation that evaluates and selects in its place, of any counts.
+
+    Plans of one method whose selectors are equal share its evaluations.
+    """
+    return self if overrides(self, Allocation) else Uniform()
+
   def evaluate(
     self,
     method: Chooser,
@@ -237,19 +256,6 @@ class Allocation(abc.ABC):
   def is_due(self, cache: LayerCache, budget: LayerBudget) -> Bool[Array, ""]:
     """Whether any row exceeds its budget."""
     return jnp.any(cache.lengths > budget.per_head)
-
-  def refit(
-    self, old: "Allocation", new: "Allocation", window: int
-  ) -> "Allocation":
-    """Returns the same allocation for a method whose options have changed.
-
-    Args:
-      old: the method's default allocation before.
-      new: the method's default allocation now.
-      window: number of last tokens that the method always keeps now.
-    """
-    del window
-    return new if self == old else self
 
   def check_recursive(self, budget: Budget, name: str) -> None:
     """Refuses a budget that cannot be kept to by repeated evictions.
@@ -296,6 +302,14 @@ class Allocation(abc.ABC):
         f"{protected.sum()} tokens of a prompt are protected and {most} may be "
         "kept; protect fewer or give a larger budget."
       )
+
+
+def overrides(allocation: Allocation, base: type) -> bool:
+  """Whether an allocation evaluates or selects otherwise than a base class."""
+  names = ("evaluate", "select", "token_scores")
+  return any(
+    getattr(type(allocation), n) is not getattr(base, n) for n in names
+  )
 
 
 @dataclasses.dataclass(frozen=True)

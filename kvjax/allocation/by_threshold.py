@@ -13,7 +13,8 @@ from kvjax.options.budgets import Budget
 class ByThreshold(Allocation):
   """Lets every head keep what reaches a threshold.
 
-  The counts, which are known once all layers are scored, are at most these.
+  Only a plan whose budget is a `Threshold` has it. The counts, which are known
+  once all layers are scored, are at most these.
   """
 
   @property

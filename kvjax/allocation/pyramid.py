@@ -6,8 +6,15 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
 
 from kvjax.activations import Activations
-from kvjax.allocation.base import Allocation, Chooser, LayerBudget, Sizes
+from kvjax.allocation.base import (
+  Allocation,
+  Chooser,
+  LayerBudget,
+  Sizes,
+  overrides,
+)
 from kvjax.cache.layers import LayerCache
+from kvjax.errors import InputError
 from kvjax.options.bounds import check_least
 from kvjax.options.budgets import Budget, Tokens
 
@@ -16,11 +23,12 @@ from kvjax.options.budgets import Budget, Tokens
 class Pyramid(Allocation):
   """Spreads a budget over the layers as a pyramid.
 
-  W is the method's window and base = B - W. The lowest layer keeps
-  max = 2 base - base / beta tokens, the highest base / beta, and the numbers in
-  between are on a straight line. Each layer also keeps its window, and no layer
-  keeps more than the prompt. Tokens that rounding leaves over go to the lowest
-  layers, so that the mean over the layers is exactly B.
+  W is the number of last tokens that the method always keeps, its window, and
+  base = B - W. The lowest layer keeps max = 2 base - base / beta tokens, the
+  highest base / beta, and the numbers in between are on a straight line. Each
+  layer also keeps its window, and no layer keeps more than the prompt. Tokens
+  that rounding leaves over go to the lowest layers, so that the mean over the
+  layers is exactly B.
 
   A retention r means base = r n, and a layer's number includes its window. If a
   layer could then not keep the window, or kept nothing in either form, all
@@ -31,17 +39,19 @@ class Pyramid(Allocation):
 
   Attributes:
     over: allocation that gives the mean over the layers.
-    window: W, number of last tokens that the method always keeps. It follows
-      from the method's traits and is not an option.
     beta: steepness of the pyramid.
   """
 
   over: Allocation
-  window: int = dataclasses.field(default=0, metadata={"option": False})
   beta: float = 20.0
 
   def __post_init__(self) -> None:
     check_least(self, beta=1)
+    if self.over.spreads_layers:
+      raise InputError(
+        f"{type(self.over).__name__} gives layers shares of its own; give "
+        f"{type(self).__name__} an allocation whose layers keep as many."
+      )
 
   @property
   def ragged(self) -> bool:
@@ -58,10 +68,15 @@ class Pyramid(Allocation):
     """Whether heads compete in the inner allocation."""
     return self.over.votes
 
-  def refit(self, old: Allocation, new: Allocation, window: int) -> Allocation:
-    """Refits the inner allocation, and takes the new window."""
-    over = self.over.refit(old, new, window)
-    return dataclasses.replace(self, over=over, window=window)
+  @property
+  def ranks_slots(self) -> bool:
+    """Whether those heads select by the scores that they compete by."""
+    return self.over.ranks_slots
+
+  @property
+  def selector(self) -> Allocation:
+    """That of the inner allocation: a layer's share changes its counts only."""
+    return self if overrides(self, Pyramid) else self.over.selector
 
   def evaluate(
     self,
@@ -96,15 +111,13 @@ class Pyramid(Allocation):
     totals = self.over.counts(budget, lengths, sizes)
     if not sizes.layers:
       return totals
-    total = totals[0]
+    total, window = totals[0], sizes.protects
     # With a budget in tokens, a layer's share does not include the window.
-    outside, inside = (
-      (self.window, 0) if isinstance(budget, Tokens) else (0, self.window)
-    )
+    outside, inside = (window, 0) if isinstance(budget, Tokens) else (0, window)
     base = total - outside
     # Layer 0 is the bottom. The ends average `base`, also where the prompt
     # limits the bottom.
-    bottom = np.minimum(2 * base - base / self.beta, lengths - self.window)
+    bottom = np.minimum(2 * base - base / self.beta, lengths - window)
     top = 2 * base - bottom
     step = (bottom - top) / max(sizes.layers - 1, 1)
     depth = np.arange(sizes.layers)[:, None]

@@ -27,10 +27,11 @@ class RoundedPyramid(Pyramid):
     self, budget: Budget, lengths: Int[np.ndarray, " n"], sizes: Sizes
   ) -> Int[np.ndarray, "L n"]:
     """Number of tokens that rows of these lengths keep in each layer."""
-    rows = [self._row(budget, int(n), sizes.layers) for n in lengths]
+    rows = [self._row(budget, int(n), sizes) for n in lengths]
     return np.array(rows, np.int32).T
 
-  def _row(self, budget: Budget, length: int, layers: int) -> list[int]:
+  def _row(self, budget: Budget, length: int, sizes: Sizes) -> list[int]:
+    layers, window = sizes.layers, sizes.protects
     mean: float
     if isinstance(budget, Retention):
       # kvpress is given the share to remove, which rounds differently from r.
@@ -38,14 +39,14 @@ class RoundedPyramid(Pyramid):
     else:
       mean = budget.num_kept(length)
     # kvpress adds the window and takes it away again, which rounds.
-    base = self.window + mean - self.window
+    base = window + mean - window
     top = base / self.beta
     bottom = base * 2 - top
-    if bottom >= length - self.window:
-      bottom = length - self.window
+    if bottom >= length - window:
+      bottom = length - window
       top = base * 2 - bottom
     # A single layer has no other to take from; kvpress divides by zero there.
-    if layers < 2 or not length >= bottom >= top >= self.window:
+    if layers < 2 or not length >= bottom >= top >= window:
       return [max(1, round(mean))] * layers
     step = (bottom - top) / (layers - 1)
     return [max(1, round(bottom - layer * step)) for layer in range(layers)]

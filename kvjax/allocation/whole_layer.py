@@ -33,6 +33,11 @@ class WholeLayer(Allocation):
     """True: heads compete by scores."""
     return True
 
+  @property
+  def ranks_slots(self) -> bool:
+    """True: the best slots of all heads are kept."""
+    return True
+
   def counts(
     self, budget: Budget, lengths: Int[np.ndarray, " n"], sizes: Sizes
   ) -> Int[np.ndarray, "L n"]:

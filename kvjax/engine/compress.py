@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from kvjax.activations import Activations
-from kvjax.allocation.base import Allocation, LayerBudget, Uniform
+from kvjax.allocation.base import Allocation, LayerBudget
 from kvjax.cache.base import Layer
 from kvjax.cache.cache import Cache
 from kvjax.cache.layers import LayerCache
@@ -32,7 +32,6 @@ from kvjax.engine.rerotation import (
 )
 from kvjax.errors import blamed_on
 from kvjax.methods.base import Method
-from kvjax.methods.think import keep_channels
 from kvjax.model import Model
 from kvjax.struct import struct
 
@@ -42,7 +41,7 @@ class Evaluation(NamedTuple):
 
   Attributes:
     method: the method whose scores are computed.
-    allocation: the allocation, if its heads compete by scores.
+    allocation: what evaluates and selects; see `Allocation.selector`.
     per_query_head: whether each query head stores its own keys.
     observer: the method that evicts while decoding, for which state must be
       remembered; None if there is none.
@@ -56,11 +55,10 @@ class Evaluation(NamedTuple):
   @classmethod
   def of(cls, plan: Plan) -> "Evaluation":
     """Returns the evaluation that a plan needs."""
-    spread, later = plan.spread, plan.while_decoding
+    later = plan.while_decoding
     return cls(
       plan.method,
-      # Other allocations do not change scores, so their plans share them.
-      spread if spread.votes else Uniform(),
+      plan.spread.selector,
       plan.per_query_head,
       None if later is None else later.method,
     )
@@ -218,7 +216,7 @@ def compress_layer(
     # beyond the capacity they are -1.
     cache = cache.take(inputs.slots[..., : program.capacity])
   if program.channels is not None:
-    channels = keep_channels(program.channels, cache, activations)
+    channels = program.channels.choose(cache, activations)
     return shard_layer(NarrowLayer.of(cache, channels))
   # Later evictions need keys in their own dtype and at their own positions.
   if program.recursive:
@@ -335,10 +333,11 @@ def evict_layer(
   Returns:
     A cache of the same capacity, with its tokens in the first slots.
   """
+  spread = plan.spread
   with blamed_on(plan.method):
     with jax.default_matmul_precision("highest"):
-      scores = plan.method.evaluate(layer, cache, activations)
-    slots = plan.spread.select(plan.method, scores, cache, budget)
+      scores = spread.evaluate(plan.method, layer, cache, activations)
+    slots = spread.select(plan.method, scores, cache, budget)
   kept = cache.take(slots[..., : budget.capacity])
   # The loops of prefill and decoding carry layers of one shape.
   return kept.grow(cache.capacity - kept.capacity)

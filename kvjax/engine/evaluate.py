@@ -36,13 +36,21 @@ def list_evaluations(
   requests: dict[Evaluation, bool] = {}
   for plan, ready in zip(plans, prepared, strict=True):
     evaluation = Evaluation.of(plan)
-    evicts = ready is None or not ready.keeps_all[layer]
-    scored = (evicts or evaluation in measured) and compresses(
-      plan, geometry, layer
+    scored = compresses(plan, geometry, layer) and (
+      evaluation in measured or _evicts(plan, ready, layer)
     )
     if scored or evaluation.observer is not None:
       requests[evaluation] = requests.get(evaluation, False) or scored
   return requests
+
+
+def _evicts(plan: Plan, ready: PreparedPlan | None, layer: int) -> bool:
+  """Whether a layer, or a later one that copies its selection, evicts."""
+  if ready is None:
+    return True
+  traits = plan.method.traits
+  end = traits.source_layer(layer) + traits.reuse
+  return not all(ready.keeps_all[layer:end])
 
 
 def evaluate_all(
@@ -56,7 +64,9 @@ def evaluate_all(
   for evaluation, scored in requests.items():
     traits = evaluation.method.traits
     source = traits.source_layer(layer)
-    copies = evaluation in previous and previous[evaluation][0] == source
+    of, latest = previous.get(evaluation, (None, None))
+    # A layer with a window has only been observed.
+    copies = of == source and latest is not None and latest.has_scores
     # With an observer, this layer must still be observed.
     if copies and evaluation.observer is None:
       evaluations[evaluation] = previous[evaluation]

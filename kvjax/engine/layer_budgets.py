@@ -101,9 +101,10 @@ def compressed_layers(plan: Plan, geometry: Geometry) -> tuple[bool, ...]:
 
 
 def budget_sizes(plan: Plan, geometry: Geometry) -> Sizes:
-  """The layers that share a budget, and their heads."""
+  """The layers that share a budget, their heads and what these keep."""
   return Sizes(
-    tuple(kv_heads(plan, s) for s in geometry.layers if s.compressible)
+    tuple(kv_heads(plan, s) for s in geometry.layers if s.compressible),
+    plan.method.traits.protects,
   )
 
 

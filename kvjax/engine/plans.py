@@ -231,7 +231,7 @@ class Plan:
         f"{traits.even}."
       )
     joint = self.method.allocation.ragged and not allocation.ragged
-    if joint and self.method.votes is not self.method:
+    if joint and not self.method.ranks_slots:
       raise InputError(
         f"The heads of {name} share a budget as its options say; this "
         "allocation gives each its own: change the options, or leave out the "
@@ -244,10 +244,10 @@ class Plan:
         "Heads compete by scores of tokens that are final before the budget is "
         f"known or by the votes of an observation window; {name} has neither."
       )
-    if allocation.whole_model and self.method.votes is not self.method:
+    if allocation.ranks_slots and not self.method.ranks_slots:
       raise InputError(
-        "The heads of all layers compete by the scores of their slots; "
-        f"{name} does not score slots."
+        "Heads share this budget by the scores that select their slots; "
+        f"{name} does not select by scores of single slots."
       )
     if not self.schedule.is_whole_prompt and isinstance(self.budget, Budget):
       allocation.check_recursive(self.budget, self.name)
@@ -334,7 +334,7 @@ class Plan:
   def _check_threshold(self, threshold: Threshold) -> None:
     bounds = self.method.traits.score_range
     reason = ""
-    if bounds is None or self.method.votes is not self.method:
+    if bounds is None or not self.method.ranks_slots:
       reason = (
         "its scores have no range that all prompts, layers and heads share, as "
         "those of kvzap and fast_kvzip have; give a number of tokens or a share"

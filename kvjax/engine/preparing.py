@@ -161,7 +161,8 @@ def prepare_repeated(
     geometry: sizes of the model.
   """
   budget, layers = plan.fixed_budget, len(geometry.layers)
-  counts = plan.spread.counts(budget, lengths, Sizes((1,)))
+  sizes = Sizes((1,), plan.method.traits.protects)
+  counts = plan.spread.counts(budget, lengths, sizes)
   check_counts(plan.spread, counts, 1, len(lengths), even=True)
   if isinstance(budget, Tokens):
     # Rows go on growing, so their length so far is no limit.
@@ -190,7 +191,8 @@ def max_span(
   """
   if plan.schedule.is_whole_prompt or not plan.method.traits.renumbers:
     return lengths
-  counts = plan.spread.counts(plan.fixed_budget, lengths, Sizes((1,)))[0]
+  sizes = Sizes((1,), plan.method.traits.protects)
+  counts = plan.spread.counts(plan.fixed_budget, lengths, sizes)[0]
   return np.minimum(lengths, counts + block)
 
 

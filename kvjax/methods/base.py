@@ -46,6 +46,11 @@ class Method(abc.ABC):
     """Method whose scores heads compete by for a budget; None for no scores."""
     return None
 
+  @property
+  def ranks_slots(self) -> bool:
+    """Whether the scores that heads may compete by also select their slots."""
+    return self.votes is self
+
   def check_model(self, geometry: Geometry) -> None:
     """Refuses a model that the method's files are not for; by default none.
 

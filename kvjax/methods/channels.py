@@ -1,28 +1,23 @@
-"""How many channels of the kept keys a cache stores."""
+"""The interface of what drops channels of the kept keys."""
 
-import dataclasses
-import math
+import abc
 
-from kvjax.options.bounds import check_least, check_share
+from jaxtyping import Array, Int
+
+from kvjax.activations import Activations
+from kvjax.cache.layers import LayerCache
 
 
-@dataclasses.dataclass(frozen=True)
-class Channels:
-  """A share of the channels of a head's keys to drop, and who decides.
+class Channels(abc.ABC):
+  """Says which channels of the kept keys a cache stores; a hashable value."""
 
-  Attributes:
-    share: share of the channels that is dropped.
-    window: W, number of last queries that channels are chosen by.
-  """
+  @abc.abstractmethod
+  def choose(
+    self, cache: LayerCache, activations: Activations
+  ) -> Int[Array, "B K C"]:
+    """Chooses the C channels of each head to store, ascending.
 
-  share: float
-  window: int
-
-  def __post_init__(self) -> None:
-    check_share(self, "share")
-    check_least(self, window=1)
-
-  def kept(self, dim: int) -> int:
-    """Number of channels that stay of `dim`, at least one."""
-    # The share is a decimal: in floating point, 0.29 * 100 is less than 29.
-    return max(1, dim - math.floor(dim * self.share + 1e-9))
+    Args:
+      cache: the kept tokens.
+      activations: activations of the prompt.
+    """

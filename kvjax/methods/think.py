@@ -1,6 +1,7 @@
 """ThinK: channels of the kept keys that hardly matter are dropped."""
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,41 @@ from kvjax.methods.base import Method
 from kvjax.methods.channels import Channels
 from kvjax.methods.heads import by_kv_head, window_queries
 from kvjax.methods.traits import Traits
+from kvjax.options.bounds import check_least, check_share
+
+
+@dataclasses.dataclass(frozen=True)
+class BestChannels(Channels):
+  """The channels with the highest products of mean squares; see `Think`.
+
+  Attributes:
+    share: share of the channels that is dropped.
+    window: W, number of last queries.
+  """
+
+  share: float
+  window: int
+
+  def __post_init__(self) -> None:
+    check_share(self, "share")
+    check_least(self, window=1)
+
+  def choose(
+    self, cache: LayerCache, activations: Activations
+  ) -> Int[Array, "B K C"]:
+    """Chooses the channels to store, at least one."""
+    queries, positions = window_queries(cache, activations, self.window)
+    squares = by_kv_head(queries.astype(jnp.float32) ** 2, cache.keys.shape[1])
+    asked = (positions >= 0)[:, None, None, :, None]
+    # Numbers of queries and keys are the same for all channels of a head.
+    by_queries = jnp.sum(jnp.where(asked, squares, 0.0), axis=(2, 3))
+    keys = cache.float_keys
+    scores = by_queries * jnp.sum(keys**2, axis=2)
+    dim = keys.shape[-1]
+    # The share is a decimal: in floating point, 0.29 * 100 is less than 29.
+    dropped = math.floor(dim * self.share + 1e-9)
+    _, kept = jax.lax.top_k(scores, max(1, dim - dropped))
+    return jnp.sort(kept, axis=-1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,8 +79,8 @@ class Think(Around):
     _ = self._channels
 
   @property
-  def _channels(self) -> Channels:
-    return Channels(self.share, self.window)
+  def _channels(self) -> BestChannels:
+    return BestChannels(self.share, self.window)
 
   @property
   def traits(self) -> Traits:
@@ -55,24 +91,3 @@ class Think(Around):
       protects=inner.protects,
       channels=self._channels,
     )
-
-
-def keep_channels(
-  channels: Channels, cache: LayerCache, activations: Activations
-) -> Int[Array, "B K C"]:
-  """Chooses the channels to keep, ascending.
-
-  Args:
-    channels: how many.
-    cache: the kept tokens.
-    activations: activations of the prompt.
-  """
-  queries, positions = window_queries(cache, activations, channels.window)
-  squares = by_kv_head(queries.astype(jnp.float32) ** 2, cache.keys.shape[1])
-  asked = (positions >= 0)[:, None, None, :, None]
-  # Numbers of queries and keys are the same for all channels of a head.
-  by_queries = jnp.sum(jnp.where(asked, squares, 0.0), axis=(2, 3))
-  keys = cache.float_keys
-  scores = by_queries * jnp.sum(keys**2, axis=2)
-  _, kept = jax.lax.top_k(scores, channels.kept(keys.shape[-1]))
-  return jnp.sort(kept, axis=-1)

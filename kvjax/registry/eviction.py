@@ -43,8 +43,7 @@ _SNAPKV = SnapKV(window=64, kernel=5, pooling="avg")
 
 
 def _pyramidkv() -> Recipe:
-  method = SnapKV(window=8, kernel=7, pooling="max")
-  return Recipe(method, Pyramid(Uniform(), method.traits.protects))
+  return Recipe(SnapKV(window=8, kernel=7, pooling="max"), Pyramid(Uniform()))
 
 
 def _adakv() -> Recipe:
@@ -134,11 +133,7 @@ def register_methods() -> None:
   register(
     "pyramidkv",
     _pyramidkv,
-    presets={
-      "kvpress": _kvpress(
-        _SNAPKV, RoundedPyramid(Uniform(), _SNAPKV.traits.protects)
-      )
-    },
+    presets={"kvpress": _kvpress(_SNAPKV, RoundedPyramid(Uniform()))},
     summary="PyramidKV",
     paper="2406.02069",
   )

@@ -73,16 +73,33 @@ def get_recipe(name: str) -> Recipe:
     label = f"{name}/{label}"
   others = [text for text in options if text not in own]
   recipe = _with_options(label, recipe, others)
-  inner = [name for name in names if WRAPPERS[name].allocation is None]
+  inner = [name for name in names if not WRAPPERS[name].spreads]
   _check_even("/".join([*inner, base]), recipe)
   return recipe
 
 
 def _with_options(label: str, recipe: Recipe, options: Sequence[str]) -> Recipe:
   """Changes options of a recipe, whose allocation follows its method's."""
-  default = recipe.method.allocation
   changed: Recipe = with_options(label, recipe, options)
-  return _refit(changed, default)
+  if changed.allocation is None:
+    return changed
+  allocation = _follow(
+    changed.allocation, recipe.method.allocation, changed.method.allocation
+  )
+  return dataclasses.replace(changed, allocation=allocation)
+
+
+def _follow(spread: Allocation, old: Allocation, new: Allocation) -> Allocation:
+  """An allocation, with another default of its method at its core."""
+  if spread == old:
+    return new
+  parts = {f.name: getattr(spread, f.name) for f in dataclasses.fields(spread)}
+  changes = {
+    name: _follow(part, old, new)
+    for name, part in parts.items()
+    if isinstance(part, Allocation)
+  }
+  return dataclasses.replace(spread, **changes) if changes else spread
 
 
 def _check_even(label: str, recipe: Recipe) -> None:
@@ -110,22 +127,6 @@ def _split(name: str) -> tuple[list[str], str]:
     before.append(first)
     name = rest
   return before, name
-
-
-def _refit(recipe: Recipe, default: Allocation) -> Recipe:
-  """Updates the allocation of a recipe to the final options of its method.
-
-  Args:
-    recipe: the recipe, with the options that its name gives.
-    default: the method's default allocation without these options.
-  """
-  method = recipe.method
-  if recipe.allocation is None:
-    return recipe
-  allocation = recipe.allocation.refit(
-    default, method.allocation, method.traits.protects
-  )
-  return dataclasses.replace(recipe, allocation=allocation)
 
 
 def get_method(name: str) -> Method:

@@ -1,7 +1,7 @@
 """Names that are put before a method's name and a slash."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from kvjax.allocation.adaptive import Adaptive
@@ -29,42 +29,28 @@ class Wrapper:
   Attributes:
     summary: a one-line description for tables.
     outer: class of the method around the method, or of the allocation around
-      its allocation.
-    allocation: makes that allocation; None for a method, which is all that its
-      class takes.
+      its allocation; that is all that it takes.
     rounding: how a retention is rounded; None as the recipe says.
   """
 
   summary: str
   outer: type[Any]
-  allocation: Callable[[Method, Allocation], Allocation] | None = None
   rounding: Rounding | None = None
+
+  @property
+  def spreads(self) -> bool:
+    """Whether it spreads the budget, and leaves the method as it is."""
+    return issubclass(self.outer, Allocation)
 
 
 WRAPPERS: Mapping[str, Wrapper] = {
-  "pyramid": Wrapper(
-    "lower layers keep more (PyramidKV)",
-    Pyramid,
-    allocation=lambda method, over: Pyramid(over, method.traits.protects),
-  ),
+  "pyramid": Wrapper("lower layers keep more (PyramidKV)", Pyramid),
   "pyramid.kvpress": Wrapper(
-    "the same, as PyramidKVPress counts",
-    RoundedPyramid,
-    allocation=lambda method, over: RoundedPyramid(
-      over, method.traits.protects
-    ),
-    rounding="kvpress",
+    "the same, as PyramidKVPress counts", RoundedPyramid, rounding="kvpress"
   ),
-  "ada": Wrapper(
-    "heads compete for a layer's budget (AdaKV)",
-    Adaptive,
-    allocation=lambda method, over: Adaptive(over),
-  ),
+  "ada": Wrapper("heads compete for a layer's budget (AdaKV)", Adaptive),
   "ada.kvpress": Wrapper(
-    "the same above a floor per head (AdaKVPress)",
-    Floored,
-    allocation=lambda method, over: Floored(over),
-    rounding="kvpress",
+    "the same above a floor per head (AdaKVPress)", Floored, rounding="kvpress"
   ),
   "critical": Wrapper(
     "scores are weighted by the norm of the projected value (CriticalKV)",
@@ -110,7 +96,7 @@ def wrap(text: str, inner: Recipe, label: str) -> Recipe:
     )
   wrapper, method = WRAPPERS[name], inner.method
   rounding = wrapper.rounding or inner.rounding
-  if wrapper.allocation is None:
+  if not wrapper.spreads:
     if inner.allocation is not None:
       raise InputError(
         f"{name}/ changes what a method keeps, before its budget is spread; "
@@ -123,7 +109,7 @@ def wrap(text: str, inner: Recipe, label: str) -> Recipe:
   _check_spread(name.partition(".")[0], inner, label)
   over = inner.allocation or method.allocation
   allocation: Allocation = with_options(
-    name, wrapper.allocation(method, over), options, nested=False
+    name, wrapper.outer(over), options, nested=False
   )
   return Recipe(method, allocation, rounding)
 

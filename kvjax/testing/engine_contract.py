@@ -74,7 +74,9 @@ def _check_protected(subject: Subject, cache: Cache, where: str) -> None:
 def _check_cache(subject: Subject, cache: Cache, budget: Budget) -> None:
   """Refuses a cache with more or fewer tokens than its budget."""
   specs = subject.model.geometry.layers
-  sizes = Sizes(tuple(s.kv_heads for s in specs if s.compressible))
+  sizes = Sizes(
+    tuple(s.kv_heads for s in specs if s.compressible), subject.traits.protects
+  )
   lengths = np.array(subject.lengths)
   counts = subject.spread.counts(budget, lengths, sizes)
   totals = subject.spread.totals(budget, lengths, sizes)

@@ -74,7 +74,8 @@ class Subject:
   ) -> LayerBudget:
     """Returns the budget of the layer under test."""
     assert self.layer is not None
-    sizes = Sizes((checks.KV_HEADS,) * (self.layer + 1))
+    heads = (checks.KV_HEADS,) * (self.layer + 1)
+    sizes = Sizes(heads, self.traits.protects)
     of = np.array(lengths or self.lengths)
     counts = self.spread.counts(budget, of, sizes)[self.layer]
     totals = self.spread.totals(budget, of, sizes)[self.layer]

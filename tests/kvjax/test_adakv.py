@@ -331,9 +331,7 @@ def test_a_method_without_scores_or_window_is_refused():
     kvjax.get_plan("ada/compactor", kvjax.Tokens(9))
   for method in (Compactor(), Compactor(spread="layer")):
     with pytest.raises(InputError, match="compactor has neither"):
-      kvjax.Plan(
-        method, kvjax.Tokens(9), allocation=Adaptive(method.allocation)
-      )
+      kvjax.Plan(method, kvjax.Tokens(9), allocation=Adaptive(Uniform()))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,14 @@ import pytest
 from made_up_gates import made_up_fast_kvzip, made_up_kvzap
 
 import kvjax
-from kvjax.allocation import Adaptive, Middle, Pyramid, Sizes, Uniform
+from kvjax.allocation import (
+  Adaptive,
+  Middle,
+  Pyramid,
+  Sizes,
+  Uniform,
+  WholeChunkCounts,
+)
 from kvjax.cache.layers import LayerCache
 from kvjax.cache.packed import PackedLayer
 from kvjax.errors import InputError
@@ -257,9 +264,13 @@ def run(recipe, seen, counts, total, capacity):
 compiled = functools.partial(jax.jit, static_argnums=(0, 4))(run)
 
 
+def sizes_of(recipe, heads=3):
+  return Sizes((heads,) * LAYERS, recipe.method.traits.protects)
+
+
 def counts_of(recipe, lengths=LENGTHS, heads=3):
   """For every budget, what the rows keep per head, and all heads together."""
-  spread, sizes = spread_of(recipe), Sizes((heads,) * LAYERS)
+  spread, sizes = spread_of(recipe), sizes_of(recipe, heads)
   return [
     [
       law(budget, np.array(lengths), sizes)[LAYER]
@@ -271,7 +282,7 @@ def counts_of(recipe, lengths=LENGTHS, heads=3):
 
 def capacities_of(recipe, padded):
   """For every budget, the slots of a bucket's caches."""
-  spread, sizes = spread_of(recipe), Sizes((3,) * LAYERS)
+  spread, sizes = spread_of(recipe), sizes_of(recipe)
   return [int(spread.capacities(b, padded, sizes)[LAYER]) for b in BUDGETS]
 
 
@@ -319,7 +330,7 @@ class TestMethod:
   def test_keeps_its_budget_sorted_unique_and_protected(self, name):
     recipe = CASES[name]
     method, spread = recipe.method, spread_of(recipe)
-    sizes = Sizes((3,) * LAYERS)
+    sizes = sizes_of(recipe)
     lengths = np.array(bucket_lengths(PADDED))
     for budget, capacity in zip(
       BUDGETS, capacities_of(recipe, PADDED), strict=True
@@ -512,7 +523,10 @@ class TestTraits:
 
   def test_uneven_budgets_are_refused_for_the_reason_that_is_given(self, name):
     method = CASES[name].method
-    with refused(method.traits.even):
+    reason = method.traits.even
+    if method.allocation.spreads_layers:
+      reason = "layers shares of its own"
+    with refused(reason):
       kvjax.Plan(method, BUDGETS[1], allocation=Pyramid(method.allocation))
 
 
@@ -525,11 +539,13 @@ def refused(reason):
 
 def test_what_spreads_a_budget_follows_the_options_of_the_method():
   spread = get_recipe("pyramid/ada/snapkv:window=5:alpha=0.1").allocation
-  assert spread == Pyramid(Adaptive(Uniform(), 0.1), window=5)
+  assert spread == Pyramid(Adaptive(Uniform(), 0.1))
   spread = get_recipe("pyramidkv:window=5:beta=3").allocation
-  assert spread == Pyramid(Uniform(), 5, 3.0)
+  assert spread == Pyramid(Uniform(), 3.0)
   spread = get_recipe("pyramid/compactor.vllm:first=2:last=3").allocation
   assert spread == Pyramid(Middle(5, joint=True))
+  spread = get_recipe("pyramid/chunkkv.kvpress/snapkv:chunk=7").allocation
+  assert spread == Pyramid(WholeChunkCounts(7))
   for name in ("pyramid/keydiff:window=3", "pyramid/compactor:ends=4"):
     with pytest.raises(InputError, match="has no option"):
       get_recipe(name)

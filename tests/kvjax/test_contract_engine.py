@@ -15,7 +15,7 @@ import kvjax
 from kvjax.cache.narrow import NarrowLayer
 from kvjax.cache.sharding import parse_mesh
 from kvjax.methods import FullKV
-from kvjax.model import Geometry
+from kvjax.model import Geometry, LayerSpec
 from kvjax.registry.registry import METHODS, recipe_of
 from kvjax.testing import TinyModel, kept_positions, poison_cache
 
@@ -217,6 +217,42 @@ def test_a_sweep_equals_each_plan_alone(name):
   for plan in plans:
     alone, _ = kvjax.prefill(model, model.init(), prompts, plan)
     jax.tree.map(np.testing.assert_array_equal, alone, swept[plan])
+
+
+@pytest.mark.parametrize("shares", [(1.0, 0.5), (0.5, 1.0)])
+def test_a_layer_that_copies_a_selection_has_a_budget_of_its_own(shares):
+  """Its tokens are those of the first layer, which may keep everything."""
+  prompts, params = kvjax.Prompts.of(ROWS), DEEP.init()
+  budget = kvjax.PerLayer([kvjax.Retention(share) for share in shares])
+  name = "chunkkv:window=4:chunk=4:layer_reuse=2"
+  plan, even = kvjax.get_plan(name, budget), kvjax.get_plan(name, BUDGET)
+  alone, _ = kvjax.prefill(DEEP, params, prompts, plan)
+  (swept, same), _ = kvjax.sweep(DEEP, params, prompts, [plan, even])
+  measured = kvjax.measured_sweep(DEEP, params, prompts, [plan]).caches[0]
+  for cache in (swept, measured):
+    jax.tree.map(np.testing.assert_array_equal, alone, cache)
+  layer = shares.index(0.5)
+  for row in range(4):
+    half = kept_positions(alone, row)[layer]
+    assert half == kept_positions(same, row)[layer]
+
+
+def test_a_selection_is_copied_past_a_window_while_another_method_observes():
+  """Layer 0 of the group has a window: layer 1 has no scores of it to copy."""
+  local, other = LayerSpec(4, 2, 8, window=8), LayerSpec(4, 2, 8)
+  model = TinyModel(Geometry((local, other, other), 4096))
+  prompts, params = kvjax.Prompts.of(ROWS), model.init()
+  name = "chunkkv:window=4:chunk=4:layer_reuse=3"
+  later = kvjax.get_plan("h2o", BUDGET, kvjax.Schedule(every=4))
+  alone, then = (
+    kvjax.get_plan(name, BUDGET, decoding=decoding)
+    for decoding in (None, later)
+  )
+  caches, _ = kvjax.sweep(model, params, prompts, [alone, then])
+  for row in range(4):
+    one, two = (kept_positions(cache, row) for cache in caches)
+    assert one == two
+    assert one[1] == one[2]
 
 
 def test_a_whole_budget_changes_no_bit():

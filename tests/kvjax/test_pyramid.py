@@ -4,20 +4,21 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.allocation import Pyramid, Sizes, Uniform
+from kvjax.allocation import Pyramid, RoundedPyramid, Sizes, Uniform
+from kvjax.engine.preparing import prepare
 from kvjax.errors import InputError
-from kvjax.methods import KeyDiff
+from kvjax.methods import KeyDiff, SnapKV
 from kvjax.prompts import bucket_lengths
 from kvjax.registry.names import get_method, get_recipe
 from kvjax.registry.registry import Recipe
 from kvjax.testing import TinyModel, kept_positions
 
-PYRAMID = Pyramid(Uniform(), window=8)
+PYRAMID = Pyramid(Uniform())
 
 
-def layer_kept(budget, length, layers, allocation=PYRAMID):
+def layer_kept(budget, length, layers, allocation=PYRAMID, protects=8):
   """Tokens that each layer keeps of a row."""
-  sizes = Sizes((2,) * layers)
+  sizes = Sizes((2,) * layers, protects)
   counts = allocation.counts(budget, np.array([length]), sizes)
   return tuple(counts[:, 0].tolist())
 
@@ -38,6 +39,28 @@ def test_the_lines_ends_are_the_papers():
   base = 128 - 8
   assert abs(kept[0] - (2 * base - base / 20 + 8)) <= 1
   assert abs(kept[-1] - (base / 20 + 8)) <= 1
+
+
+@pytest.mark.parametrize("pyramid", [Pyramid, RoundedPyramid])
+def test_the_window_is_the_methods_with_and_without_a_name(pyramid):
+  geometry = kvjax.Geometry.uniform(8, 4, 2, 8, 4096)
+  prompts = kvjax.Prompts.of([list(range(64)) * 8])
+  budget, method = kvjax.Retention(0.125), SnapKV(window=32)
+  name = "pyramid" if pyramid is Pyramid else "pyramid.kvpress"
+  counts = [
+    prepare(plan, prompts, geometry).counts[:, 0].tolist()
+    for plan in (
+      kvjax.Plan(method, budget, allocation=pyramid(Uniform(), beta=3)),
+      kvjax.get_plan(f"{name}:beta=3/snapkv:window=32", budget),
+    )
+  ]
+  # The highest layer would keep 64 / 3, which is less than the window.
+  assert counts == [[64] * 8] * 2
+  tokens = kvjax.Plan(method, kvjax.Tokens(64), allocation=PYRAMID)
+  kept = prepare(tokens, prompts, geometry).counts[:, 0].tolist()
+  # With base = 64 - 32, 2 * 32 - 32 / 20 and 32 / 20, each with its window.
+  assert (kept[0], kept[-1]) == (94, 34)
+  assert sum(kept) == 8 * 64
 
 
 def test_a_short_prompt_flattens_the_pyramid():
@@ -67,7 +90,7 @@ def test_layers_keep_every_budget_together():
 def test_the_total_is_the_inner_methods():
   """A share of what stands between the protected ends, and these."""
   budget, pyramid = kvjax.Retention(0.5), get_recipe("pyramid/compactor.vllm")
-  kept = layer_kept(budget, 1080, 4, pyramid.allocation)
+  kept = layer_kept(budget, 1080, 4, pyramid.allocation, protects=0)
   inner = layer_kept(budget, 1080, 1, pyramid.method.allocation)[0]
   assert sum(kept) == 4 * inner == 4 * 500
 
@@ -83,7 +106,7 @@ def test_a_layer_spreads_its_own_share_over_its_heads():
   cache, _ = kvjax.prefill(model, model.init(), prompts, plan)
   valid = np.asarray(cache.lengths).sum(axis=-1)
   for row, length in enumerate((60, 45)):
-    kept = layer_kept(budget, length, 2, pyramid)
+    kept = layer_kept(budget, length, 2, pyramid, protects=0)
     assert valid[:, row].tolist() == [2 * count for count in kept]
     for layer in kept_positions(cache, row):
       for head in layer:
@@ -112,7 +135,7 @@ def test_retention_too_small_for_the_window_is_even():
   "budget", [kvjax.Tokens(7), kvjax.Retention(0.05), kvjax.Retention(0.02)]
 )
 def test_no_layer_is_left_without_a_token(budget):
-  kept = layer_kept(budget, 150, 7, Pyramid(Uniform()))
+  kept = layer_kept(budget, 150, 7, protects=0)
   assert kept == (budget.num_kept(150),) * 7
 
 
@@ -123,7 +146,7 @@ def test_even_where_there_is_nothing_to_spread(budget):
 
 @pytest.mark.parametrize("budget", [kvjax.Tokens(20), kvjax.Retention(0.3)])
 def test_capacities_hold_every_row_of_the_bucket(budget):
-  capacities = PYRAMID.capacities(budget, 200, Sizes((2,) * 3))
+  capacities = PYRAMID.capacities(budget, 200, Sizes((2,) * 3, 8))
   for length in bucket_lengths(200):
     kept = layer_kept(budget, length, 3)
     assert all(k <= c for k, c in zip(kept, capacities, strict=True))
@@ -140,7 +163,7 @@ def test_memory_follows_the_layers_budgets():
   )
   lengths = np.asarray(cache.lengths)
   for row, length in enumerate((180, 50)):
-    kept = layer_kept(kvjax.Tokens(40), length, 2, recipe.allocation)
+    kept = layer_kept(kvjax.Tokens(40), length, 2, protects=0)
     assert lengths[:, row, 0].tolist() == list(kept)
   even, _ = kvjax.prefill(
     model, params, prompts, kvjax.Plan(KeyDiff(), kvjax.Tokens(40))

@@ -13,8 +13,7 @@ from kvjax.cache.narrow import NarrowLayer
 from kvjax.cache.sharding import parse_mesh
 from kvjax.errors import InputError
 from kvjax.methods import Think
-from kvjax.methods.channels import Channels
-from kvjax.methods.think import keep_channels
+from kvjax.methods.think import BestChannels
 from kvjax.testing import TinyModel, kept_positions, random_activations
 
 SPEC = kvjax.LayerSpec(heads=4, kv_heads=2, key_dim=8, value_dim=6)
@@ -90,7 +89,7 @@ def test_attention_equals_that_of_zeroed_channels():
 def test_channels_are_the_best_products_of_mean_squares(lengths):
   seen = random_activations(2, lengths, 12, heads=6, kv_heads=3)
   cache = LayerCache.of(seen)
-  found = keep_channels(Channels(0.3, 5), cache, seen)
+  found = BestChannels(0.3, 5).choose(cache, seen)
   assert found.shape == (2, 3, 6)
   for row, length in enumerate(lengths):
     queries = np.asarray(seen.queries, np.float64)[row, :, :length][:, -5:]

@@ -217,10 +217,10 @@ def test_the_first_stage_of_a_head_has_its_floor(alpha):
 
 
 def test_a_rounded_pyramid_is_within_half_a_token():
-  pyramid = RoundedPyramid(Uniform(), window=8, beta=4.0)
+  pyramid = RoundedPyramid(Uniform(), beta=4.0)
   budget = kvjax.Retention(0.37, rounding="kvpress")
   lengths = np.arange(1, 400)
-  counts = pyramid.counts(budget, lengths, Sizes((2,) * 7))
+  counts = pyramid.counts(budget, lengths, Sizes((2,) * 7, 8))
   assert counts.min() >= 1
   assert (counts <= lengths).all()
   assert (np.diff(counts, axis=0) <= 0).all()
@@ -229,15 +229,15 @@ def test_a_rounded_pyramid_is_within_half_a_token():
   assert not uneven.all()
   off = np.abs(counts.mean(axis=0) - 0.37 * lengths)
   assert off[lengths > 2].max() <= 0.5 + 1e-9
-  alone = pyramid.counts(budget, lengths, Sizes((2,)))[0]
+  alone = pyramid.counts(budget, lengths, Sizes((2,), 8))[0]
   assert np.abs(alone - 0.37 * lengths)[lengths > 2].max() <= 0.5 + 1e-9
-  everything = pyramid.counts(kvjax.Retention(1.0), lengths, Sizes((2,) * 7))
+  everything = pyramid.counts(kvjax.Retention(1.0), lengths, Sizes((2,) * 7, 8))
   assert (everything == lengths).all()
 
 
 @pytest.mark.parametrize("budget", [kvjax.Tokens(5), kvjax.Retention(0.1)])
 def test_a_rounded_pyramid_leaves_no_layer_empty(budget):
-  pyramid = RoundedPyramid(Uniform(), window=0, beta=20.0)
+  pyramid = RoundedPyramid(Uniform())
   counts = pyramid.counts(budget, np.arange(1, 200), Sizes((2,) * 4))
   assert counts.min() >= 1
 
