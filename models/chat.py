@@ -1,7 +1,6 @@
 """A conversation about a text whose KV cache is compressed."""
 
 import dataclasses
-import numbers
 import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal, overload
@@ -238,28 +237,3 @@ def _warn_of_path(text: str) -> None:
       f"{text!r} is the path of a file, and the path, not what the file "
       "holds, is compressed; pass the file's content."
     )
-
-
-def as_budget[B](budget: float | B) -> kvjax.Budget | B:
-  """Returns the budget of a share, which is a float, or of tokens.
-
-  Raises:
-    InputError: it is text, out of range, or the integer 1, which may be meant
-      as a share.
-  """
-  if isinstance(budget, bool | str):
-    raise InputError(
-      f"A budget is a share such as 0.5 or tokens such as 512, not {budget!r}."
-    )
-  # Type checkers do not know that Python's numbers are of these classes.
-  if isinstance(budget, int | numbers.Integral):
-    count = int(budget)
-    if count == 1:
-      raise InputError(
-        "A budget of 1 is one token, as it is an integer; give 1.0 to keep "
-        "everything, or kvjax.Tokens(1)."
-      )
-    return kvjax.Tokens(count)
-  if isinstance(budget, float | numbers.Real):
-    return kvjax.Retention(float(budget))
-  return budget

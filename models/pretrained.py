@@ -20,7 +20,7 @@ from kvjax.calibration.record import Calibrated
 from kvjax.engine.sampling import GREEDY, Sampling
 from kvjax.errors import InputError
 from kvjax.hosts import from_first, spread
-from kvjax.models.chat import Chat, as_budget
+from kvjax.models.chat import Chat
 from kvjax.models.config import DecoderConfig
 from kvjax.models.fields import format_value, is_number
 from kvjax.models.json_files import write_json
@@ -87,14 +87,14 @@ class Pretrained:
       text: the text.
       method: name of a method with its options, as in `kvjax.get_plan`.
       budget: share of the text to keep (a float), tokens to keep (an integer),
-        or a budget.
+        or a budget, as in `kvjax.get_plan`.
       schedule: when the method evicts. `kvjax.models.Chat` takes any plan.
 
     Raises:
       InputError: the name stands for no method, the budget is out of range, or
         the text is none, empty, or longer than the model's context.
     """
-    plan = get_plan(method, as_budget(budget), schedule)
+    plan = get_plan(method, budget, schedule)
     return Chat(self, text, plan)
 
   @property

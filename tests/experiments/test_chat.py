@@ -215,15 +215,6 @@ def test_answers_are_drawn_by_seed(tiny):
   assert len({draw(seed) for seed in range(4)}) > 1
 
 
-def test_budgets_are_shares_tokens_or_budgets():
-  assert chats.as_budget(0.25) == kvjax.Retention(0.25)
-  assert chats.as_budget(64) == kvjax.Tokens(64)
-  assert chats.as_budget(np.float64(0.5)) == kvjax.Retention(0.5)
-  assert chats.as_budget(np.float32(0.5)) == kvjax.Retention(0.5)
-  assert chats.as_budget(np.int64(64)) == kvjax.Tokens(64)
-  assert chats.as_budget(kvjax.Tokens(3)) == kvjax.Tokens(3)
-
-
 @pytest.mark.parametrize(
   ("arguments", "sentence"),
   [

@@ -357,10 +357,10 @@ def test_mistakes_are_explained(call, said):
       ALL,
       r"such as kvjax\.get_.*; KeyDiff is a class: write KeyDiff\(\)",
     ),
-    (FULL, 0.25, r"kvjax\.Retention\(0\.25\).*; 0\.25 is none of them"),
+    (FULL, None, r"a share such as 0\.25, tokens .*; None is none of them"),
   ],
 )
-def test_a_name_is_no_method_and_a_number_no_budget(method, budget, said):
+def test_a_name_is_no_method_and_none_is_no_budget(method, budget, said):
   """Types are checked in tests alone: without, the plan says so itself."""
   plan = object.__new__(kvjax.Plan)
   unchecked = inspect.unwrap(kvjax.Plan.__init__)

@@ -53,9 +53,9 @@ REFUSED = {
     lambda: kvjax.SparseAttention("quest", kvjax.Tokens(8)),
     r"not 'quest' and Tokens\(count=8\)",
   ),
-  "a_number_for_a_budget": (
-    lambda: kvjax.SparseAttention(QUEST, 0.5),
-    "the number or the share of the keys .* and 0.5",
+  "no_budget": (
+    lambda: kvjax.SparseAttention(QUEST, None),
+    "the number or the share of the keys .* and None",
   ),
   "a_threshold_for_keys": (
     lambda: kvjax.SparseAttention(QUEST, kvjax.Threshold(0.5)),
