@@ -79,6 +79,7 @@ class Pretrained:
     text: str,
     method: str = "keydiff",
     budget: float | Budget | PerLayer | Calibrated | Threshold = 0.5,
+    *,
     schedule: Schedule = WHOLE,
   ) -> Chat:
     """Prefills a text and compresses its cache, to ask questions about it.
@@ -94,7 +95,7 @@ class Pretrained:
       InputError: the name stands for no method, the budget is out of range, or
         the text is none, empty, or longer than the model's context.
     """
-    plan = get_plan(method, budget, schedule)
+    plan = get_plan(method, budget, schedule=schedule)
     return Chat(self, text, plan)
 
   @property

@@ -81,6 +81,7 @@ class Plan:
     self,
     method: Method,
     budget: float | Budget | PerLayer | Calibrated | Threshold,
+    *,
     schedule: Schedule = WHOLE,
     per_query_head: bool = False,
     sparse: SparseAttention | None = None,

@@ -175,6 +175,7 @@ def get_retrieval(name: str) -> Retrieval:
 def get_plan(
   name: str,
   budget: float | Budget | PerLayer | Calibrated | Threshold,
+  *,
   schedule: Schedule = WHOLE,
   per_query_head: bool = False,
   kv_dtype: str | None = None,
@@ -228,8 +229,8 @@ def get_plan(
     return Plan(
       recipe.method,
       _rounded(amount, recipe),
-      schedule,
-      per_query_head,
+      schedule=schedule,
+      per_query_head=per_query_head,
       kv_dtype=kv_dtype,
       allocation=recipe.allocation,
       decoding=decoding,
@@ -258,12 +259,12 @@ def get_plan(
   return Plan(
     recipe.method,
     _rounded(kept_budget, recipe),
-    schedule,
-    per_query_head,
-    SparseAttention(retrieval, amount),
-    kv_dtype,
-    recipe.allocation,
-    decoding,
+    schedule=schedule,
+    per_query_head=per_query_head,
+    sparse=SparseAttention(retrieval, amount),
+    kv_dtype=kv_dtype,
+    allocation=recipe.allocation,
+    decoding=decoding,
   )
 
 

@@ -131,7 +131,7 @@ def test_an_answer_may_fail_before_the_cache_is_lost(tiny, monkeypatch, keep):
 @pytest.mark.parametrize("method", ["keydiff", "streaming"])
 def test_a_share_is_evicted_in_every_turn(tiny, method):
   """Shares grow with the conversation, and so does the room."""
-  chat = tiny.compress(TEXT, method, 0.9, kvjax.Schedule(every=8))
+  chat = tiny.compress(TEXT, method, 0.9, schedule=kvjax.Schedule(every=8))
   for question in QUESTIONS * 2:
     chat.ask(question, 8)
   assert chat.cache.nbytes > 0

@@ -1,5 +1,7 @@
 """Numbers that stand for budgets: by one rule wherever a budget is given."""
 
+import inspect
+
 import numpy as np
 import pytest
 
@@ -64,3 +66,12 @@ def test_budgets_are_refused_alike(name, number, said):
 def test_text_is_no_budget():
   with pytest.raises(InputError, match=r"such as 512, not '0\.5'"):
     as_budget("0.5")
+
+
+def test_nothing_follows_a_budget_but_by_name():
+  """The fifth of one would be another thing than the fifth of the other."""
+  for make, what in ((kvjax.get_plan, "keydiff"), (kvjax.Plan, KEYDIFF)):
+    kinds = [p.kind for p in inspect.signature(make).parameters.values()]
+    assert set(kinds[2:]) == {inspect.Parameter.KEYWORD_ONLY}
+    with pytest.raises(TypeError):
+      make(what, 0.5, kvjax.Schedule())

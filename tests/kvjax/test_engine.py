@@ -178,9 +178,9 @@ def test_sweep_equals_each_plan_alone():
     kvjax.get_plan("keydiff", few),
     kvjax.get_plan("keydiff", few, per_query_head=True),
     kvjax.get_plan("h2o", few),
-    kvjax.get_plan("h2o", share, kvjax.Schedule(every=3)),
-    kvjax.get_plan("snapkv:window=3", few, going_on),
-    kvjax.get_plan("lagkv:sinks=2:lag=6", share, going_on),
+    kvjax.get_plan("h2o", share, schedule=kvjax.Schedule(every=3)),
+    kvjax.get_plan("snapkv:window=3", few, schedule=going_on),
+    kvjax.get_plan("lagkv:sinks=2:lag=6", share, schedule=going_on),
   ]
   together, _ = kvjax.sweep(MODEL, PARAMS, prompts, plans)
   for plan, cache in zip(plans, together, strict=True):

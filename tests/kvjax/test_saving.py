@@ -106,7 +106,9 @@ def test_heads_of_unequal_length_come_back(tmp_path):
 )
 def test_a_cache_goes_on_evicting_as_it_would_have(method, budget, tmp_path):
   """By the same plan, and around the same protected tokens."""
-  plan = kvjax.Plan(kvjax.get_method(method), budget, kvjax.Schedule(every=1))
+  plan = kvjax.Plan(
+    kvjax.get_method(method), budget, schedule=kvjax.Schedule(every=1)
+  )
   protected = [[i in (9, 16) for i in range(len(row))] for row in ROWS]
   prompts = kvjax.Prompts.of(ROWS, protected=protected)
   cache, _ = kvjax.prefill(MODEL, MODEL.init(), prompts, plan)
@@ -197,7 +199,7 @@ class Newest(HeadwiseMethod):
 
 
 def test_a_method_without_a_name_is_refused(tmp_path, monkeypatch):
-  plan = kvjax.Plan(Newest(), kvjax.Tokens(9), kvjax.Schedule(every=1))
+  plan = kvjax.Plan(Newest(), kvjax.Tokens(9), schedule=kvjax.Schedule(every=1))
   cache, _ = kvjax.prefill(MODEL, MODEL.init(), kvjax.Prompts.of(ROWS), plan)
   with pytest.raises(InputError, match="A value of class Newest cannot be"):
     save(cache, tmp_path)

@@ -217,7 +217,9 @@ def test_another_method_evicts_while_decoding(name, checkpoints):
   """PrefillDecodingPress: SnapKVPress, then KeyDiffPress to 48 tokens."""
   lm = checkpoints[name]
   rows = [tiny_llama.prompt(name, n) for n in LENGTHS]
-  later = kvjax.get_plan("keydiff", kvjax.Tokens(48), kvjax.Schedule(every=8))
+  later = kvjax.get_plan(
+    "keydiff", kvjax.Tokens(48), schedule=kvjax.Schedule(every=8)
+  )
   plan = kvjax.get_plan(
     "snapkv.kvpress:window=16", kvjax.Retention(0.5), decoding=later
   )

@@ -52,7 +52,7 @@ def measure(subject: Subject) -> Findings:
   for name, method in track(list(METHODS.items())):
     for budget in _BUDGETS:
       plan = kvjax.get_plan(
-        method, kvjax.Tokens(budget), kvjax.Schedule(every=1)
+        method, kvjax.Tokens(budget), schedule=kvjax.Schedule(every=1)
       )
       texts = _texts(subject, prompts, plan)
       one = _Written(
