@@ -73,6 +73,18 @@ REFUSED = {
     lambda: KeyL2Norm(skip_layers=np.array(1)),
     r"skip_layers is a list of layers, as in \(0, 1\), not array\(1\)",
   ),
+  "a_row_longer_than_its_padding": (
+    lambda: kvjax.Prompts.of([[1] * 40], padded=16),
+    "up to 40 tokens cannot be padded to 16; give padded=40 or more",
+  ),
+  "no_padding_at_all": (
+    lambda: kvjax.Prompts.of([[1]], padded=0),
+    "up to 1 tokens cannot be padded to 0; give padded=1 or more",
+  ),
+  "no_caches": (
+    lambda: kvjax.generate(MODEL, PARAMS, [], PROMPTS, kvjax.Decoding(2)),
+    "nothing to continue; give at least one cache",
+  ),
   "half_a_token_of_room": (
     lambda: kvjax.reserve(CACHE, 2.5),
     "tokens to reserve must be a whole number, 0 or more; 2.5 is not",
