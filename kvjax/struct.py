@@ -52,8 +52,19 @@ def struct[T](cls: type[T]) -> type[T]:
   jax.tree_util.register_pytree_with_keys(
     cls, flatten_with_keys, unflatten, flatten
   )
-  STRUCTS[class_name(cls)] = cls
+  _add(cls)
   return cls
+
+
+def _add(cls: type) -> None:
+  """Adds a class to `STRUCTS`; one may be defined again, as by a cell."""
+  known = STRUCTS.get(class_name(cls), cls)
+  if known.__module__ != cls.__module__:
+    raise TypeError(
+      f"{known.__module__} has a struct {cls.__qualname__}, too; saved caches "
+      "name it so: give one of them another name."
+    )
+  STRUCTS[class_name(cls)] = cls
 
 
 def _repr(tree: Any) -> str:
@@ -76,8 +87,18 @@ STRUCTS: dict[str, type] = {}
 
 
 def class_name(cls: type) -> str:
-  """Name of a class in saved files: its module and its qualified name."""
-  return f"{cls.__module__}:{cls.__qualname__}"
+  """Name of a class in saved files.
+
+  One of kvjax has no module in its name, so that it may move to another. Those
+  of others have, since two packages may have classes of one name.
+  """
+  full = f"{cls.__module__}:{cls.__qualname__}"
+  return current_name(full)
+
+
+def current_name(name: str) -> str:
+  """Name of a class that a file may call by the module of kvjax it was in."""
+  return name.partition(":")[2] if name.startswith("kvjax.") else name
 
 
 def make[T](cls: type[T], fields: Mapping[str, Any]) -> T:
