@@ -108,7 +108,7 @@ class Prompts:
       protected: for each token of each row, whether it must be kept, such as
         the tokens of a system prompt or of the last turn.
       repeat_request: what precedes the chunks of a prompt that a method
-        replays, such as `kvjax.RepeatRequest.of(lm.tokenizer)`.
+        replays, such as `kvjax.RepeatRequest.of(lm.text)`.
 
     Raises:
       InputError: there is no row, one is empty, longer than `padded` or has

@@ -1,6 +1,7 @@
 """A conversation about a compressed text, against the engine's own calls."""
 
 import dataclasses
+import inspect
 import threading
 
 import jax
@@ -202,6 +203,35 @@ def test_methods_of_all_kinds_chat(tiny, method):
   first, size = chat.ask(QUESTIONS[0], 8, keep=False), chat.cache.nbytes
   assert chat.ask(QUESTIONS[0], 8) == first
   assert chat.cache.nbytes > size
+
+
+def test_prompts_and_questions_are_what_a_chat_feeds(tiny):
+  """By hand, as `split_chat` says; rows of a batch as alone."""
+  before, suffix = tiny.text.split_chat(TEXT)
+  request = kvjax.RepeatRequest.of(tiny.text)
+  alone, both = tiny.prompts(TEXT), tiny.prompts([TEXT, "Tea is at five."])
+  assert alone.rows() == [tiny.text.encode(before)] == both.rows()[:1]
+  assert alone.repeat_request == both.repeat_request == request
+  asked = [tiny.text.encode(question + suffix) for question in QUESTIONS]
+  assert tiny.questions(QUESTIONS).rows() == asked
+  assert tiny.questions(QUESTIONS[0]).rows() == asked[:1]
+
+
+def test_answers_end_as_the_model_ends_them(tiny):
+  warm = kvjax.Sampling(temperature=2.0)
+  stops = tiny.text.eos_ids
+  assert tiny.decoding(5) == kvjax.Decoding(5, stops)
+  assert tiny.decoding(5, warm) == kvjax.Decoding(5, stops, warm)
+
+
+@pytest.mark.parametrize("given", ["", [], ["a text", " "], None, [5]])
+def test_what_is_no_text_is_refused(tiny, given):
+  for encode in (tiny.prompts, tiny.questions):
+    unchecked = inspect.unwrap(encode.__func__)
+    with pytest.raises(
+      InputError, match=r"not empty; .* is not one|no prompts"
+    ):
+      unchecked(tiny, given)
 
 
 def test_answers_are_drawn_by_seed(tiny):

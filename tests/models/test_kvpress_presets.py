@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.models.pretrained import load, save
+from kvjax.models.pretrained import load
+from kvjax.models.saving import save
 from kvjax.testing import kept_positions
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
