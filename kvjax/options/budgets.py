@@ -196,8 +196,8 @@ class PerLayer:
 
   Attributes:
     layers: the budget of each layer of the model, the lowest first, or a number
-      for it (see `as_budget`); those of layers that methods do not compress are
-      not used.
+      for it, as in `kvjax.get_plan`; those of layers that methods do not
+      compress are not used.
 
   Examples:
     >>> import kvjax
