@@ -118,7 +118,7 @@ caches, _ = kvjax.sweep(lm.model, lm.params, lm.prompts(text), plans)
 
 # %%
 # The chat template ends the question, and the answer begins as the task says.
-_, after = lm.text.split_chat(text)
+after = lm.text.split_chat(text)[1]
 questions = kvjax.Prompts.of(
   [lm.text.encode(turn.question + after + turn.answer_prefix) for turn in turns]
 )
