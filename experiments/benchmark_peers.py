@@ -59,7 +59,7 @@ from kvjax.experiments.run import outputs, progress_bar
 from kvjax.experiments.run.candidates import parse_budgets
 from kvjax.experiments.timing import random_models
 from kvjax.experiments.tpu.published import SHIPPED
-from kvjax.models import pretrained
+from kvjax.models import pretrained, saving
 
 _METHODS = ["full", "keydiff", "snapkv", "lagkv:lag=128", "compactor"]
 _SWEPT = [
@@ -242,7 +242,7 @@ def _saved_model() -> Iterator[tuple[pathlib.Path, cases.Sizes]]:
     # A GPU's memory is for the processes that are timed.
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
       lm = _model(dtype)
-      pretrained.save(lm, folder)
+      saving.save(lm, folder)
     decoder = lm.params["layers"]
     sizes = cases.Sizes(
       lm.config.geometry,

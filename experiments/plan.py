@@ -134,7 +134,7 @@ def _use() -> Use:
   assert not isinstance(budget, Auto)
   schedule = kvjax.Schedule(block=_BLOCK.value, every=_EVERY.value)
   plan = kvjax.get_plan(
-    _METHOD.value, budget, schedule, kv_dtype=_KV_DTYPE.value
+    _METHOD.value, budget, schedule=schedule, kv_dtype=_KV_DTYPE.value
   )
   model = Published.find(_MODEL.value)
   return Use(

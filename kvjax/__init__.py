@@ -7,10 +7,11 @@
 `load` reads a model, and `get_plan` makes a plan from the name of a method and
 a budget. `prefill` compresses prompts by one plan, `sweep` by many at once;
 `generate` and `stream` answer from the compressed caches. `kvjax.methods`,
-`kvjax.allocation` and `kvjax.retrieval` hold the classes, and `kvjax.testing`
-checks for your own.
+`kvjax.allocation` and `kvjax.retrieval` hold the classes, `kvjax.models` what
+`load` returns, and `kvjax.testing` checks for your own.
 """
 
+import importlib
 import importlib.metadata
 import types
 import typing
@@ -77,6 +78,8 @@ from kvjax.repeat_request import RepeatRequest as RepeatRequest
 from kvjax.retrieval.sparse_attention import SparseAttention as SparseAttention
 
 if typing.TYPE_CHECKING:
+  from kvjax import models as models
+  from kvjax import testing as testing
   from kvjax.models import load as load
 
 __version__ = importlib.metadata.version("kvjax")
@@ -86,6 +89,8 @@ _register_retrievals()
 
 # Importing a submodule makes it an attribute too; these are meant.
 _MODULES = (allocation, methods, retrieval)
+# Imported when they are first used: most of kvjax needs no models.
+_LATE = ("load", "models", "testing")
 __all__ = sorted(
   [
     name
@@ -94,7 +99,7 @@ __all__ = sorted(
     or not (name.startswith("_") or isinstance(value, types.ModuleType))
     or value in _MODULES
   ]
-  + ["load"]
+  + [*_LATE]
 )
 
 
@@ -105,9 +110,9 @@ def __dir__() -> list[str]:
 if not typing.TYPE_CHECKING:
 
   def __getattr__(name: str) -> object:
-    """Imports `load` when it is first used: most of kvjax needs no models."""
+    """Imports what is in `_LATE`."""
+    if name not in _LATE:
+      raise AttributeError(f"module 'kvjax' has no attribute {name!r}")
     if name == "load":
-      from kvjax.models import load
-
-      return load
-    raise AttributeError(f"module 'kvjax' has no attribute {name!r}")
+      return importlib.import_module("kvjax.models").load
+    return importlib.import_module(f"kvjax.{name}")

@@ -104,15 +104,16 @@ class Prompts:
 
     Args:
       rows: token ids.
-      padded: width of the batch; at least the longest row.
+      padded: width of the batch, which need not be one of the buckets.
       protected: for each token of each row, whether it must be kept, such as
         the tokens of a system prompt or of the last turn.
       repeat_request: what precedes the chunks of a prompt that a method
-        replays, such as `kvjax.RepeatRequest.of(lm.tokenizer)`.
+        replays, such as `kvjax.RepeatRequest.of(lm.text)`.
 
     Raises:
-      InputError: there is no row, one is empty or has other things than token
-        ids, or `protected` has other lengths than the rows.
+      InputError: there is no row, one is empty, longer than `padded` or has
+        other things than token ids, or `protected` has other lengths than the
+        rows.
     """
     if not len(rows):
       raise InputError("There are no prompts; give at least one.")
@@ -124,7 +125,13 @@ class Prompts:
         )
     _check_ids(rows)
     lengths = np.array([len(row) for row in rows], np.int32)
-    width = max(padded or bucket(int(lengths.max())), int(lengths.max()))
+    longest = int(lengths.max())
+    width = bucket(longest) if padded is None else padded
+    if width < longest:
+      raise InputError(
+        f"Prompts of up to {longest} tokens cannot be padded to {width}; give "
+        f"padded={longest} or more, or leave it out."
+      )
     tokens, request = _pad(rows, width, np.int32), repeat_request
     request = RepeatRequest() if request is None else request
     if protected is None:

@@ -14,15 +14,18 @@ def static(**kwargs: Any) -> Any:
   return dataclasses.field(metadata={"static": True}, **kwargs)
 
 
-@dataclass_transform(frozen_default=True, field_specifiers=(static,))
+@dataclass_transform(
+  eq_default=False, frozen_default=True, field_specifiers=(static,)
+)
 def struct[T](cls: type[T]) -> type[T]:
   """Makes `cls` a frozen dataclass registered as a pytree.
 
   Unflattening bypasses `__init__`: JAX fills trees with tracers, `None` and
   sentinels, which a runtime type checker on the constructor would refuse. Its
-  `repr` shows arrays by dtype and shape, as a cache has millions of numbers.
+  `repr` shows arrays by dtype and shape, as a cache has millions of numbers. It
+  equals itself only: arrays have no single truth value to compare by.
   """
-  cls = dataclasses.dataclass(frozen=True, repr=False)(cls)
+  cls = dataclasses.dataclass(frozen=True, repr=False, eq=False)(cls)
   cls.__repr__ = _repr  # type: ignore[method-assign]
   fields = dataclasses.fields(cls)  # type: ignore[arg-type]
   children = tuple(f.name for f in fields if not f.metadata.get("static"))
@@ -49,8 +52,19 @@ def struct[T](cls: type[T]) -> type[T]:
   jax.tree_util.register_pytree_with_keys(
     cls, flatten_with_keys, unflatten, flatten
   )
-  STRUCTS[class_name(cls)] = cls
+  _add(cls)
   return cls
+
+
+def _add(cls: type) -> None:
+  """Adds a class to `STRUCTS`; one may be defined again, as by a cell."""
+  known = STRUCTS.get(class_name(cls), cls)
+  if known.__module__ != cls.__module__:
+    raise TypeError(
+      f"{known.__module__} has a struct {cls.__qualname__}, too; saved caches "
+      "name it so: give one of them another name."
+    )
+  STRUCTS[class_name(cls)] = cls
 
 
 def _repr(tree: Any) -> str:
@@ -73,8 +87,18 @@ STRUCTS: dict[str, type] = {}
 
 
 def class_name(cls: type) -> str:
-  """Name of a class in saved files: its module and its qualified name."""
-  return f"{cls.__module__}:{cls.__qualname__}"
+  """Name of a class in saved files.
+
+  One of kvjax has no module in its name, so that it may move to another. Those
+  of others have, since two packages may have classes of one name.
+  """
+  full = f"{cls.__module__}:{cls.__qualname__}"
+  return current_name(full)
+
+
+def current_name(name: str) -> str:
+  """Name of a class that a file may call by the module of kvjax it was in."""
+  return name.partition(":")[2] if name.startswith("kvjax.") else name
 
 
 def make[T](cls: type[T], fields: Mapping[str, Any]) -> T:

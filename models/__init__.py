@@ -3,5 +3,5 @@
 from kvjax.models.chat import Chat as Chat
 from kvjax.models.pretrained import Pretrained as Pretrained
 from kvjax.models.pretrained import load as load
-from kvjax.models.pretrained import save as save
+from kvjax.models.saving import save as save
 from kvjax.models.tokenizer import Tokenizer as Tokenizer

@@ -1,7 +1,5 @@
 """A conversation about a text whose KV cache is compressed."""
 
-import dataclasses
-import numbers
 import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal, overload
@@ -63,14 +61,10 @@ class Chat:
       InputError: the text is none, empty, or longer than the model's context,
         or the model has no tokenizer.
     """
-    _check_text("text to compress", text)
+    check_text("text to compress", text)
     _warn_of_path(text)
     self._lm = lm
-    before, self._suffix = lm.text.split_chat(text)
-    contexts = kvjax.Prompts.of([lm.text.encode(before)])
-    if plan.method.traits.replay is not None:
-      request = kvjax.RepeatRequest.of(lm.text)
-      contexts = dataclasses.replace(contexts, repeat_request=request)
+    contexts = lm.prompts(text)
     self._cache, _ = kvjax.prefill(lm.model, lm.params, contexts, plan)
     self._room = 0
     self._has_turns = False
@@ -137,18 +131,15 @@ class Chat:
         the question is none or empty, the sampling is no `kvjax.Sampling`, or
         the seed does not fit 32 bits.
     """
-    _check_text("question", question)
+    check_text("question", question)
     lm = self._lm
     # Checked before anything changes.
-    decoding = kvjax.Decoding(
-      max_new_tokens,
-      lm.text.eos_ids,
-      lm.sampling if sampling is None else sampling,
+    decoding = lm.decoding(
+      max_new_tokens, lm.sampling if sampling is None else sampling
     )
     self._finish()
     between = lm.text.between_turns() if self._has_turns else ""
-    ids = lm.text.encode(f"{between}{question}{self._suffix}")
-    prompts = kvjax.Prompts.of([ids])
+    prompts = lm.questions(f"{between}{question}")
     width = check_prompts(lm.model, self._cache, prompts, decoding)
     if keep:
       self._reserve(width, decoding)
@@ -223,7 +214,7 @@ class Chat:
       self._room = room
 
 
-def _check_text(name: str, given: Any) -> None:
+def check_text(name: str, given: Any) -> None:
   """Refuses anything but a text with something in it."""
   if not isinstance(given, str) or not given.strip():
     raise InputError(
@@ -238,28 +229,3 @@ def _warn_of_path(text: str) -> None:
       f"{text!r} is the path of a file, and the path, not what the file "
       "holds, is compressed; pass the file's content."
     )
-
-
-def as_budget[B](budget: float | B) -> kvjax.Budget | B:
-  """Returns the budget of a share, which is a float, or of tokens.
-
-  Raises:
-    InputError: it is text, out of range, or the integer 1, which may be meant
-      as a share.
-  """
-  if isinstance(budget, bool | str):
-    raise InputError(
-      f"A budget is a share such as 0.5 or tokens such as 512, not {budget!r}."
-    )
-  # Type checkers do not know that Python's numbers are of these classes.
-  if isinstance(budget, int | numbers.Integral):
-    count = int(budget)
-    if count == 1:
-      raise InputError(
-        "A budget of 1 is one token, as it is an integer; give 1.0 to keep "
-        "everything, or kvjax.Tokens(1)."
-      )
-    return kvjax.Tokens(count)
-  if isinstance(budget, float | numbers.Real):
-    return kvjax.Retention(float(budget))
-  return budget

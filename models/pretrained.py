@@ -1,12 +1,8 @@
-"""Loading of models, and saving in the layout of Hugging Face directories."""
+"""Models as they are loaded, with everything that is known of them."""
 
-import contextlib
 import dataclasses
 import os
-import pathlib
-import shutil
-import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,30 +10,25 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from kvjax import files
 from kvjax.cache.sharding import check_mesh
 from kvjax.calibration.record import Calibrated
+from kvjax.engine.decode import Decoding
 from kvjax.engine.sampling import GREEDY, Sampling
 from kvjax.errors import InputError
-from kvjax.hosts import from_first, spread
-from kvjax.models.chat import Chat, as_budget
+from kvjax.models.chat import Chat, check_text
 from kvjax.models.config import DecoderConfig
 from kvjax.models.fields import format_value, is_number
-from kvjax.models.json_files import write_json
 from kvjax.models.language_model import DecoderModel, as_shapes
-from kvjax.models.orbax_files import write_checkpoint
 from kvjax.models.sharding import param_shardings
-from kvjax.models.sources import TOKEN_IDS, Source, find
-from kvjax.models.tensor_files import CHECKPOINT
+from kvjax.models.sources import Source, find
 from kvjax.models.tokenizer import Tokenizer
-from kvjax.models.weights import write_weights
 from kvjax.options.budgets import Budget, PerLayer, Threshold
 from kvjax.options.schedules import WHOLE, Schedule
+from kvjax.prompts import Prompts
 from kvjax.registry.names import get_plan
+from kvjax.repeat_request import RepeatRequest
 
 DTYPES = ("bfloat16", "float32")
-FORMATS = ("safetensors", "orbax")
-_CONFIG = "config.json"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +70,7 @@ class Pretrained:
     text: str,
     method: str = "keydiff",
     budget: float | Budget | PerLayer | Calibrated | Threshold = 0.5,
+    *,
     schedule: Schedule = WHOLE,
   ) -> Chat:
     """Prefills a text and compresses its cache, to ask questions about it.
@@ -87,15 +79,75 @@ class Pretrained:
       text: the text.
       method: name of a method with its options, as in `kvjax.get_plan`.
       budget: share of the text to keep (a float), tokens to keep (an integer),
-        or a budget.
+        or a budget, as in `kvjax.get_plan`.
       schedule: when the method evicts. `kvjax.models.Chat` takes any plan.
 
     Raises:
       InputError: the name stands for no method, the budget is out of range, or
         the text is none, empty, or longer than the model's context.
     """
-    plan = get_plan(method, as_budget(budget), schedule)
+    plan = get_plan(method, budget, schedule=schedule)
     return Chat(self, text, plan)
+
+  def prompts(self, texts: str | Sequence[str]) -> Prompts:
+    """Encodes texts to compress, each as the beginning of a user's message.
+
+    `questions` end the message that the chat template begins here. The prompts
+    have the request to repeat them, which methods such as KVzip need.
+
+    Args:
+      texts: a text, or a list with one for each row.
+
+    Raises:
+      InputError: there is none, one is no text or empty, the model has no
+        tokenizer, or its chat template refuses a single user message.
+
+    Examples:
+      >>> import kvjax
+      >>> lm = kvjax.load("reference")
+      >>> contexts = lm.prompts("The code of the door is 4817. Tea is at five.")
+      >>> plan = kvjax.get_plan("keydiff", 0.75)
+      >>> cache, _ = kvjax.prefill(lm.model, lm.params, contexts, plan)
+      >>> questions = lm.questions("What is the code of the door?")
+      >>> answers = kvjax.generate(
+      ...   lm.model, lm.params, cache, questions, lm.decoding(8)
+      ... )
+      >>> len(answers.rows())
+      1
+    """
+    given = _listed("text to compress", texts)
+    rows = [self.text.split_chat(text)[0] for text in given]
+    return Prompts.of(
+      [self.text.encode(row) for row in rows],
+      repeat_request=RepeatRequest.of(self.text),
+    )
+
+  def questions(self, questions: str | Sequence[str]) -> Prompts:
+    """Encodes questions about `prompts`, up to where the answer begins.
+
+    Args:
+      questions: a question, or a list with one for each row of a cache.
+
+    Raises:
+      InputError: as for `prompts`.
+    """
+    given = _listed("question", questions)
+    _, suffix = self.text.split_chat("")
+    return Prompts.of([self.text.encode(text + suffix) for text in given])
+
+  def decoding(
+    self, max_new_tokens: int = 256, sampling: Sampling = GREEDY
+  ) -> Decoding:
+    """Options of decoding that end an answer as the model ends it.
+
+    Args:
+      max_new_tokens: maximum number of tokens of an answer.
+      sampling: how tokens are drawn; `sampling` is the model's own.
+
+    Raises:
+      InputError: as for `kvjax.Decoding`, or the model has no tokenizer.
+    """
+    return Decoding(max_new_tokens, self.text.eos_ids, sampling)
 
   @property
   def sampling(self) -> Sampling:
@@ -126,6 +178,14 @@ class Pretrained:
       top_k=int(numbers["top_k"]),
       top_p=float(numbers["top_p"]),
     )
+
+
+def _listed(name: str, texts: Any) -> Sequence[str]:
+  """Texts, or a text as a list of it, that are not empty."""
+  listed = list(texts) if isinstance(texts, list | tuple) else [texts]
+  for text in listed:
+    check_text(name, text)
+  return listed
 
 
 def load(
@@ -179,148 +239,6 @@ def load_decoder(
   return _read_decoder(source, source.config(), dtype, mesh)
 
 
-def save(
-  pretrained: Pretrained,
-  directory: str | os.PathLike[str],
-  max_shard_bytes: int = 5_000_000_000,
-  *,
-  format: str = "safetensors",
-) -> None:
-  """Saves a model to a directory that `load` can read.
-
-  All files are written to a temporary directory first and then moved,
-  config.json last, so that what is half moved is no model. Existing files with
-  these names, and old weights in any format, are replaced; other files stay.
-
-  If weights are spread over several hosts, all of them must call it; the first
-  one writes, and the others wait for it. In a program on several hosts, all
-  must call it for a checkpoint of orbax in any case, with a directory that they
-  share: each then writes its parts of the weights.
-
-  Args:
-    pretrained: the model; weights keep their dtype.
-    directory: the directory, which is created if it does not exist.
-    max_shard_bytes: maximum size of a file of safetensors.
-    format: one of `FORMATS`. transformers, too, reads safetensors. Of a
-      checkpoint of orbax, devices read and write their own parts of sharded
-      weights; it can be loaded under any mesh.
-
-  Raises:
-    InputError: a file cannot be written, there is no such format, or the model
-      has adapters.
-
-  Examples:
-    >>> import tempfile
-    >>> import kvjax.models
-    >>> lm = kvjax.load(kvjax.models.__path__[0] + "/reference")
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...   kvjax.models.save(lm, folder, format="orbax")
-    ...   kvjax.load(folder).model == lm.model
-    True
-  """
-  files.check_local(directory)
-  if format not in FORMATS:
-    raise InputError(
-      f"There is no format {format!r} of weights; formats are "
-      f"{', '.join(FORMATS)}."
-    )
-  adapters, _ = nnx.split_state(pretrained.params, nnx.LoRAParam, ...)
-  if adapters:
-    raise InputError(
-      "The model has adapters, which no format of weights has; merge them "
-      "first (kvjax.models.lora.merge_adapters)."
-    )
-  directory = pathlib.Path(directory)
-  try:
-    _save(pretrained, directory, max_shard_bytes, format)
-  except OSError as error:
-    raise InputError(
-      f"The model cannot be written to {directory}: {files.reason(error)}."
-    ) from error
-
-
-def _save(
-  pretrained: Pretrained,
-  directory: pathlib.Path,
-  max_shard_bytes: int,
-  format: str,
-) -> None:
-  params = pretrained.params
-  failure: InputError | OSError | None = None
-  together = spread(params) or format == "orbax"
-  first = from_first if together else _call
-  with contextlib.ExitStack() as stack:
-
-    def begin() -> str:
-      directory.mkdir(parents=True, exist_ok=True)
-      # On the same file system, where moving a file is a rename.
-      made = tempfile.TemporaryDirectory(
-        prefix=f"{directory.name}.", dir=directory.parent
-      )
-      return pathlib.Path(stack.enter_context(made)).name
-
-    scratch = directory.parent / first(begin)
-    try:
-      if format == "orbax":
-        write_checkpoint(params, scratch)
-      else:
-        writes = not together or jax.process_index() == 0
-        place = scratch if writes else None
-        write_weights(params, pretrained.config, place, max_shard_bytes)
-    except (InputError, OSError) as error:
-      failure = error
-
-    def finish() -> str:
-      # Here, as the other hosts wait for it.
-      if failure is not None:
-        raise failure
-      _describe(pretrained, scratch)
-      _move(scratch, directory)
-      return _CONFIG
-
-    first(finish)
-  if failure is not None:
-    raise failure
-
-
-def _call(act: Callable[[], str]) -> str:
-  return act()
-
-
-def _describe(pretrained: Pretrained, directory: pathlib.Path) -> None:
-  """Writes all files but those of the weights."""
-  if pretrained.tokenizer is not None:
-    pretrained.tokenizer.save(directory)
-  write_json(directory / _CONFIG, _config_fields(pretrained))
-  write_json(
-    directory / "generation_config.json",
-    dict(pretrained.generation) | _token_ids(pretrained),
-  )
-
-
-def _move(complete: pathlib.Path, directory: pathlib.Path) -> None:
-  """Moves the files of a model, in place of those of an earlier one."""
-  # An old config.json must not describe new weights.
-  (directory / _CONFIG).unlink(missing_ok=True)
-  # Readers prefer a single file to an index, both to a checkpoint, and
-  # chat_template.jinja to the tokenizer's: what an earlier save has left
-  # would win.
-  old = [path.name for path in directory.glob("model*.safetensors*")]
-  for name in (*old, CHECKPOINT, "chat_template.jinja"):
-    _remove(directory / name)
-  new = {path.name for path in complete.iterdir()}
-  for name in sorted(new, key=lambda name: name == _CONFIG):
-    (complete / name).replace(directory / name)
-
-
-def _remove(path: pathlib.Path) -> None:
-  """Removes a file or a folder, if there is one."""
-  if path.is_dir() and not path.is_symlink():
-    shutil.rmtree(path)
-  else:
-    path.unlink(missing_ok=True)
-
-
 def name_dtype(dtype: DTypeLike) -> str:
   """Returns the name of a dtype of `DTYPES`.
 
@@ -349,26 +267,3 @@ def _read_decoder(
     check_mesh(mesh)
     shardings = param_shardings(template, model.geometry, mesh)
   return model, source.weights(config, template, shardings)
-
-
-def _config_fields(pretrained: Pretrained) -> dict[str, Any]:
-  dtype = jax.tree.leaves(pretrained.params)[0].dtype
-  return (
-    pretrained.config.to_hf()
-    | {"torch_dtype": str(dtype)}
-    | _token_ids(pretrained)
-  )
-
-
-def _token_ids(pretrained: Pretrained) -> dict[str, Any]:
-  """The ids of special tokens, as the tokenizer or the files name them."""
-  tokenizer = pretrained.tokenizer
-  if tokenizer is None:
-    given = pretrained.generation
-    return {name: given[name] for name in TOKEN_IDS if name in given}
-  ids = {
-    "bos_token_id": tokenizer.bos_id,
-    "eos_token_id": list(tokenizer.eos_ids),
-    "pad_token_id": tokenizer.pad_id,
-  }
-  return {name: value for name, value in ids.items() if value is not None}

@@ -107,14 +107,8 @@ METHODS = ("snapkv", "compactor", "keydiff", "kvzip")
 SHARES = (0.75, 0.5, 0.25)
 
 names = [("full", 1.0)] + [(name, s) for name in METHODS for s in SHARES]
-plans = [kvjax.get_plan(name, kvjax.Retention(s)) for name, s in names]
-
-# The chat template surrounds the text; its second half follows the question.
-before, after = lm.text.split_chat(text)
-context = kvjax.Prompts.of(
-  [lm.text.encode(before)], repeat_request=kvjax.RepeatRequest.of(lm.text)
-)
-caches, _ = kvjax.sweep(lm.model, lm.params, context, plans)
+plans = [kvjax.get_plan(name, share) for name, share in names]
+caches, _ = kvjax.sweep(lm.model, lm.params, lm.prompts(text), plans)
 
 # %% [markdown]
 # ## Ask
@@ -123,10 +117,12 @@ caches, _ = kvjax.sweep(lm.model, lm.params, context, plans)
 # questions from copies of it.
 
 # %%
+# The chat template ends the question, and the answer begins as the task says.
+after = lm.text.split_chat(text)[1]
 questions = kvjax.Prompts.of(
   [lm.text.encode(turn.question + after + turn.answer_prefix) for turn in turns]
 )
-decoding = kvjax.Decoding(task.max_new_tokens, stop_ids=lm.text.eos_ids)
+decoding = lm.decoding(task.max_new_tokens)
 
 
 def answer_all(cache):

@@ -38,6 +38,7 @@ def modules():
       yield importlib.import_module(module.name)
   # kvjax passes its `load` on.
   yield importlib.import_module("kvjax.models.pretrained")
+  yield importlib.import_module("kvjax.models.saving")
 
 
 def documented(module):

@@ -67,11 +67,12 @@ def test_a_source_archive_holds_folders_in_place_of_links(archives):
 _LOAD = """
 import sys
 import kvjax
-late = {"kvjax.models", "flax", "optax", "tokenizers", "rich", "jinja2"}
+late = {"kvjax.models", "kvjax.testing", "flax", "optax", "tokenizers"}
+late |= {"rich", "jinja2"}
 assert not late & {*sys.modules}
 load = kvjax.load
-import kvjax.models
 assert load is kvjax.models.load
+assert kvjax.testing.check_method
 try:
   kvjax.lode
 except AttributeError as error:
@@ -189,10 +190,11 @@ def test_the_public_interface_is_all_that_shows():
   assert shown == sorted(shown)
   assert {"prefill", "register", "LayerSpec", "__version__"} <= {*shown}
   modules = {n for n in shown if isinstance(getattr(kvjax, n), type(kvjax))}
-  assert modules == {"allocation", "methods", "retrieval"}
+  late = {"models", "testing"}
+  assert modules == {"allocation", "methods", "retrieval"} | late
   private = [n for n in shown if n.startswith("_") and n != "__version__"]
   assert not private
-  for hidden in ("checkpoint", "engine", "testing", "importlib", "types"):
+  for hidden in ("checkpoint", "engine", "experiments", "importlib", "types"):
     assert hidden not in shown
 
 

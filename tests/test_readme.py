@@ -87,7 +87,7 @@ def test_the_page_of_kvzip_has_the_scores_of_the_results():
 
 def supports(name, schedule):
   try:
-    kvjax.get_plan(name, kvjax.Retention(0.5), schedule)
+    kvjax.get_plan(name, kvjax.Retention(0.5), schedule=schedule)
   except kvjax.InputError:
     return ""
   return "✓"

@@ -157,7 +157,9 @@ def _decoding(per_query_head: bool) -> kvjax.Plan | None:
   if _DECODING.value is None:
     return None
   name, budget = split_budget(_DECODING.value)
-  plan = kvjax.get_plan(name, budget, schedule(), per_query_head)
+  plan = kvjax.get_plan(
+    name, budget, schedule=schedule(), per_query_head=per_query_head
+  )
   return candidates.seeded(name, plan, run_inputs.SEED.value)
 
 
@@ -174,7 +176,11 @@ def _names(
     budget = kvjax.Retention(1.0)
     try:
       kvjax.get_plan(
-        name, budget, of_prompts, per_query_head, decoding=decoding
+        name,
+        budget,
+        schedule=of_prompts,
+        per_query_head=per_query_head,
+        decoding=decoding,
       )
     except InputError:
       return False

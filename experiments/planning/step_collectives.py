@@ -93,7 +93,9 @@ class Step:
     """
     kept = TOKENS if self.name == "full" else KEPT
     schedule = kvjax.Schedule(every=_EVERY if self.evicts else None)
-    return kvjax.get_plan(self.name, kvjax.Retention(kept / TOKENS), schedule)
+    return kvjax.get_plan(
+      self.name, kvjax.Retention(kept / TOKENS), schedule=schedule
+    )
 
 
 def steps() -> list[Step]:

@@ -14,7 +14,7 @@ from kvjax.experiments.reference.curriculum import Stage
 from kvjax.experiments.reference.needle_mass import needle_mass
 from kvjax.experiments.reference.progress import Progress
 from kvjax.experiments.reference.validation import Score
-from kvjax.models import pretrained
+from kvjax.models import pretrained, saving
 from kvjax.models.decoder import Decoder
 from kvjax.models.language_model import from_decoder
 from kvjax.models.tokenizer import Tokenizer
@@ -72,7 +72,7 @@ def save(
 def store(lm: pretrained.Pretrained, directory: Path) -> None:
   """Writes the model in float16."""
   params = jax.tree.map(lambda leaf: leaf.astype(_STORED), lm.params)
-  pretrained.save(dataclasses.replace(lm, params=params), directory)
+  saving.save(dataclasses.replace(lm, params=params), directory)
 
 
 def _printed(scores: Iterable[Score]) -> list[Score]:

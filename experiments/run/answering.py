@@ -297,7 +297,7 @@ def _groups(
 
 def _decoding(lm: Pretrained, prompts: Sequence[Prompt]) -> kvjax.Decoding:
   first = prompts[0]
-  return kvjax.Decoding(first.max_new_tokens, lm.text.eos_ids, first.sampling)
+  return lm.decoding(first.max_new_tokens, first.sampling)
 
 
 def _seeds(

@@ -265,14 +265,24 @@ def _plan(
   try:
     if not isinstance(budget, Auto):
       return kvjax.get_plan(
-        name, budget, schedule, per_query_head, kv_dtype, decoding
+        name,
+        budget,
+        schedule=schedule,
+        per_query_head=per_query_head,
+        kv_dtype=kv_dtype,
+        decoding=decoding,
       )
     everything = kvjax.get_plan(
-      name, kvjax.Retention(1.0), WHOLE, per_query_head
+      name, kvjax.Retention(1.0), schedule=WHOLE, per_query_head=per_query_head
     )
     calibrated = budget.of(name, everything)
     return kvjax.get_plan(
-      name, calibrated, schedule, per_query_head, kv_dtype, decoding
+      name,
+      calibrated,
+      schedule=schedule,
+      per_query_head=per_query_head,
+      kv_dtype=kv_dtype,
+      decoding=decoding,
     )
   except InputError as error:
     raise InputError(f"--methods has {name}: {error}") from error

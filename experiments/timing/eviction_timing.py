@@ -71,7 +71,7 @@ def plan_of(method: str, target: int, every: int, seed: int) -> kvjax.Plan:
     InputError: there is no such method, or it cannot evict so.
   """
   later = kvjax.get_plan(
-    method, kvjax.Tokens(target), kvjax.Schedule(every=every)
+    method, kvjax.Tokens(target), schedule=kvjax.Schedule(every=every)
   )
   later = seeded(method, later, seed)
   return kvjax.get_plan("full", kvjax.Retention(1.0), decoding=later)

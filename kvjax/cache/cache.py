@@ -56,7 +56,10 @@ class Cache:
 
   @property
   def layers(self) -> tuple[Layer | None, ...]:
-    """The cache of each layer, copied out of its stack."""
+    """The cache of each layer, copied out of its stack.
+
+    It takes as many bytes as the whole cache again; `layer` copies one.
+    """
     return tuple(map(self.layer, range(len(self.order))))
 
   def layer(self, number: int) -> Layer | None:

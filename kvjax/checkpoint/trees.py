@@ -16,15 +16,13 @@ from kvjax.engine.plans import Plan
 from kvjax.errors import InputError
 from kvjax.hosts import read, spread
 from kvjax.kernels.quantized import Quantized
-from kvjax.methods.rerotated import Rerotated
 from kvjax.options.budgets import Retention, Tokens
 from kvjax.options.schedules import Schedule
 from kvjax.registry.registry import METHODS, RETRIEVALS, recipe_of
-from kvjax.struct import STRUCTS, class_name, make
+from kvjax.struct import STRUCTS, class_name, current_name, make
 
 # Classes that are saved by their fields, besides `STRUCTS` and registered
-# methods: plans that evict while decoding, their wrapped methods, and quantized
-# keys and values.
+# methods: plans that evict while decoding, and quantized keys and values.
 _PARTS: tuple[type, ...] = (
   Plan,
   Uniform,
@@ -32,7 +30,6 @@ _PARTS: tuple[type, ...] = (
   Retention,
   Tokens,
   Quantized,
-  Rerotated,
 )
 
 Arrays = dict[str, Shaped[np.ndarray, "..."] | Shaped[jax.Array, "..."]]
@@ -121,7 +118,7 @@ def restore(saved: Any, arrays: Arrays) -> Any:
   fields = {
     name: restore(child, arrays) for name, child in saved["fields"].items()
   }
-  cls = _known().get(saved["class"])
+  cls = _known().get(current_name(saved["class"]))
   if cls is None:
     raise InputError(
       f"The cache holds a {saved['class']}, which is not known here; it was "

@@ -115,8 +115,10 @@ def _check_lengths(
 
 
 def check_caches(caches: Any) -> None:
-  """Refuses anything but caches, and donated caches."""
+  """Refuses anything but caches, no cache at all, and donated caches."""
   many = caches if isinstance(caches, Sequence) else [caches]
+  if not many:
+    raise InputError("There is nothing to continue; give at least one cache.")
   if not all(isinstance(cache, Cache) for cache in many):
     raise InputError(
       "What follows a context follows its kvjax.Cache; take it out of the pair "

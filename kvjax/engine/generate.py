@@ -207,11 +207,12 @@ def generate(
     The generated tokens; a tuple of them for many caches.
 
   Raises:
-    InputError: an argument has a wrong type, rows, prompts and seeds differ in
-      number, a seed does not fit 32 bits, the model does not embed a token, the
-      cache is of another model or has been donated, context, prompt and answer
-      together are longer than the model's context, the cache has too little
-      room, or cache or prompts are arguments of `jax.jit`.
+    InputError: an argument has a wrong type, there is no cache, rows, prompts
+      and seeds differ in number, a seed does not fit 32 bits, the model does
+      not embed a token, the cache is of another model or has been donated,
+      context, prompt and answer together are longer than the model's context,
+      the cache has too little room, or cache or prompts are arguments of
+      `jax.jit`.
 
   Examples:
     >>> import kvjax

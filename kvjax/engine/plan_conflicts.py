@@ -1,13 +1,46 @@
-"""Parts of plans that exclude each other, or may not do what users expect."""
+"""Parts of plans that are none, exclude each other, or may surprise users."""
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
+from kvjax.calibration.record import Calibrated
 from kvjax.errors import InputError, warn
 from kvjax.methods.base import Method
 from kvjax.methods.traits import Traits
 from kvjax.names import name_of
-from kvjax.options.budgets import Threshold
+from kvjax.options.budgets import Budget, PerLayer, Threshold
+
+
+def check_kinds(method: Any, budget: Any) -> None:
+  """Refuses what is no method or no budget, for callers without a type checker.
+
+  Raises:
+    InputError: one of them has another type.
+  """
+  if not isinstance(method, Method):
+    reason = (
+      f"{method!r} is no such method: kvjax.get_plan takes names, those of "
+      "retrieval methods too"
+    )
+    if isinstance(method, type) and issubclass(method, Method):
+      name = method.__name__
+      reason = f"{name} is a class: write {name}()"
+    raise InputError(
+      "A plan's method is a kvjax.methods.Method, such as "
+      f"kvjax.get_method('keydiff'); {reason}."
+    )
+  if not isinstance(method.traits, Traits):
+    raise InputError(
+      f"The traits of {type(method).__name__} must be a "
+      f"kvjax.methods.Traits; they are {method.traits!r}."
+    )
+  if not isinstance(budget, Budget | PerLayer | Calibrated | Threshold):
+    raise InputError(
+      "A plan's budget is a share such as 0.25, tokens such as 512, a "
+      "kvjax.PerLayer, a kvjax.Calibrated or a kvjax.Threshold; "
+      f"{budget!r} is none of them."
+    )
 
 
 def check_channels(method: Method, parts: Mapping[str, bool]) -> None:

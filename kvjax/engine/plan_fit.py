@@ -76,8 +76,8 @@ def warn_without_request(plans: Iterable[Plan], prompts: Prompts) -> None:
     if plan.method.traits.replay is not None:
       warn(
         f"{plan.name} asks the model to repeat the prompt, and these prompts "
-        "do not say how; give kvjax.Prompts "
-        "repeat_request=kvjax.RepeatRequest.of(lm.tokenizer)."
+        "do not say how; lm.prompts(text) does, or give kvjax.Prompts "
+        "repeat_request=kvjax.RepeatRequest.of(lm.text)."
       )
       return
 

@@ -10,14 +10,21 @@ from kvjax.cache.layers import KV_DTYPES
 from kvjax.calibration.record import Calibrated
 from kvjax.engine.plan_conflicts import (
   check_channels,
+  check_kinds,
   check_target,
   warn_of_threshold,
 )
 from kvjax.errors import InputError
 from kvjax.methods.base import Method
-from kvjax.methods.traits import Traits
 from kvjax.names import name_of
-from kvjax.options.budgets import Budget, PerLayer, Retention, Threshold, Tokens
+from kvjax.options.budgets import (
+  Budget,
+  PerLayer,
+  Retention,
+  Threshold,
+  Tokens,
+  as_budget,
+)
 from kvjax.options.schedules import WHOLE, Schedule
 from kvjax.retrieval.sparse_attention import SparseAttention
 
@@ -34,8 +41,9 @@ class Plan:
 
   Attributes:
     method: selects the tokens to keep.
-    budget: how many tokens to keep; `PerLayer` gives each layer its own, and
-      `Calibrated` and `Threshold` adapt to each prompt.
+    budget: how many tokens to keep, or a number for it, as in `get_plan`;
+      `PerLayer` gives each layer its own, and `Calibrated` and `Threshold`
+      adapt to each prompt.
     schedule: when to evict.
     per_query_head: store keys and values once per query head. Each query head
       then selects its own tokens and has its own budget, as in the original
@@ -54,23 +62,48 @@ class Plan:
   Examples:
     >>> import kvjax
     >>> method = kvjax.get_method("snapkv:window=4")
-    >>> plan = kvjax.Plan(method, kvjax.Retention(0.25), kv_dtype="int8")
+    >>> plan = kvjax.Plan(method, 0.25, kv_dtype="int8")
     >>> plan.budget.share
     0.25
   """
 
   method: Method
   budget: Budget | PerLayer | Calibrated | Threshold
-  schedule: Schedule = WHOLE
-  per_query_head: bool = False
-  sparse: SparseAttention | None = None
-  kv_dtype: str | None = None
-  allocation: Allocation | None = None
-  decoding: "Plan | None" = None
+  schedule: Schedule
+  per_query_head: bool
+  sparse: SparseAttention | None
+  kv_dtype: str | None
+  allocation: Allocation | None
+  decoding: "Plan | None"
 
-  def __post_init__(self) -> None:
+  # Not the generated one, which would take no number for a budget.
+  def __init__(
+    self,
+    method: Method,
+    budget: float | Budget | PerLayer | Calibrated | Threshold,
+    *,
+    schedule: Schedule = WHOLE,
+    per_query_head: bool = False,
+    sparse: SparseAttention | None = None,
+    kv_dtype: str | None = None,
+    allocation: Allocation | None = None,
+    decoding: "Plan | None" = None,
+  ) -> None:
+    vars(self).update(
+      method=method,
+      budget=as_budget(budget),
+      schedule=schedule,
+      per_query_head=per_query_head,
+      sparse=sparse,
+      kv_dtype=kv_dtype,
+      allocation=allocation,
+      decoding=decoding,
+    )
+    self._check()
+
+  def _check(self) -> None:
     # Types first: all other checks read attributes of the parts.
-    self._check_kinds(self.method, self.budget)
+    check_kinds(self.method, self.budget)
     self._check_parts()
     if self.allocation is not None:
       self._check_allocation(self.allocation)
@@ -120,10 +153,7 @@ class Plan:
 
   @property
   def name(self) -> str:
-    """What `kvjax.get_plan` calls the method and its allocation.
-
-    It has no options.
-    """
+    """What `get_plan` calls the method and its allocation, without options."""
     return name_of(self.method, self.allocation)
 
   @property
@@ -181,35 +211,8 @@ class Plan:
       return activations
     return activations.with_kv_heads(activations.queries.shape[1])
 
-  @staticmethod
-  def _check_kinds(method: Any, budget: Any) -> None:
-    """Checks types, for callers without a static type checker."""
-    if not isinstance(method, Method):
-      reason = (
-        f"{method!r} is no such method: kvjax.get_plan takes names, those of "
-        "retrieval methods too"
-      )
-      if isinstance(method, type) and issubclass(method, Method):
-        name = method.__name__
-        reason = f"{name} is a class: write {name}()"
-      raise InputError(
-        "A plan's method is a kvjax.methods.Method, such as "
-        f"kvjax.get_method('keydiff'); {reason}."
-      )
-    if not isinstance(method.traits, Traits):
-      raise InputError(
-        f"The traits of {type(method).__name__} must be a "
-        f"kvjax.methods.Traits; they are {method.traits!r}."
-      )
-    if not isinstance(budget, Budget | PerLayer | Calibrated | Threshold):
-      raise InputError(
-        "A plan's budget is kvjax.Retention(0.25), kvjax.Tokens(512), a "
-        "kvjax.PerLayer, a kvjax.Calibrated or a kvjax.Threshold; "
-        f"{budget!r} is none of them."
-      )
-
   def _check_parts(self) -> None:
-    """Checks the types of optional parts, for the same callers."""
+    """Checks the types of parts, for callers without a type checker."""
     parts: tuple[tuple[str, Any, type, str], ...] = (
       ("schedule", self.schedule, Schedule, "Schedule(block=128)"),
       ("allocation", self.allocation, Allocation, "allocation.Uniform()"),

@@ -21,6 +21,11 @@ _LEAST, _MOST = 1e-30, 1e37
 class Sampling:
   """How the next token is drawn.
 
+  A draw depends on the seed of its row and on the position of the token. By
+  default the seeds are the numbers of the rows, so that copies of one prompt in
+  a batch get different answers. A row of a batch therefore answers as it does
+  alone only if it has the same seed, as `seeds` of `kvjax.generate` gives it.
+
   Attributes:
     temperature: 0 takes the most likely token; a positive value divides the
       logits.

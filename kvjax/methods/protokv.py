@@ -24,8 +24,8 @@ from kvjax.methods.heads import (
   window_queries,
 )
 from kvjax.methods.ranking import (
+  ClusterRanking,
   Cut,
-  Ranking,
   rank_clusters,
   score_centers,
   score_clusters,
@@ -154,7 +154,7 @@ class ProtoKV(Method):
 
   def evaluate(
     self, layer: Int[Array, ""], cache: LayerCache, activations: Activations
-  ) -> Ranking:
+  ) -> ClusterRanking:
     """Ranks the prefix tokens of every head."""
     heads = heads_of(cache, activations)
     key = jax.random.fold_in(jax.random.key(self.seed), layer)
@@ -172,7 +172,7 @@ class ProtoKV(Method):
     )
 
   def select(
-    self, scores: Ranking, cache: LayerCache, budget: LayerBudget
+    self, scores: ClusterRanking, cache: LayerCache, budget: LayerBudget
   ) -> Int[Array, "B K M"]:
     """Selects clusters while they fit, the cut one, and the window."""
     valid = cache.valid
@@ -193,7 +193,7 @@ class ProtoKV(Method):
     return mask_to_slots(window | must_keep | (prefix & kept), budget.capacity)
 
   def token_scores(
-    self, scores: Ranking, cache: LayerCache
+    self, scores: ClusterRanking, cache: LayerCache
   ) -> Float[Array, "B K T"] | None:
     """Returns the scores of tokens in their clusters, unless by position."""
     del cache
@@ -207,7 +207,7 @@ class ProtoKV(Method):
     queries: Float[Array, "Q D"],
     sinks: Float[Array, " Q"] | None,
     rng: Array,
-  ) -> Ranking:
+  ) -> ClusterRanking:
     # Arbitrary in empty slots, which are masked where keys are read: masking
     # all of them here would copy them.
     keys = head.cached_keys.astype(jnp.float32)

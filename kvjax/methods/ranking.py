@@ -15,7 +15,7 @@ Cut = Literal["score", "position", "skip", "none"]
 
 
 @struct
-class Ranking:
+class ClusterRanking:
   """The order in which clusters, and the tokens of a cluster, are kept.
 
   Attributes:
@@ -101,7 +101,7 @@ def rank_clusters(
   scores: Float[Array, " P"],
   prefix: Bool[Array, " T"],
   inside: Float[Array, " T"],
-) -> Ranking:
+) -> ClusterRanking:
   """Ranks clusters by their scores, and tokens by `inside` in each of them.
 
   Ties prefer the earlier cluster or token.
@@ -116,7 +116,7 @@ def rank_clusters(
   token_rank = jnp.where(prefix, rank[cluster].astype(jnp.int32), len(scores))
   ones = prefix.astype(jnp.int32)
   sizes = jax.ops.segment_sum(ones, token_rank, len(scores) + 1)[:-1]
-  return Ranking(
+  return ClusterRanking(
     jnp.where(prefix, finite(inside), -jnp.inf),
     # A valid index for every token; callers mask those outside the prefix.
     jnp.minimum(token_rank, len(scores) - 1),
@@ -124,7 +124,9 @@ def rank_clusters(
   )
 
 
-def without(ranking: Ranking, tokens: Bool[Array, " T"]) -> Ranking:
+def without(
+  ranking: ClusterRanking, tokens: Bool[Array, " T"]
+) -> ClusterRanking:
   """Takes tokens that are kept anyway out of their clusters."""
   count = jax.ops.segment_sum(
     tokens.astype(jnp.int32), ranking.cluster, len(ranking.sizes)
@@ -137,7 +139,7 @@ def without(ranking: Ranking, tokens: Bool[Array, " T"]) -> Ranking:
 
 
 def select_fitting(
-  ranking: Ranking, budget: Int[Array, ""], cut: Cut
+  ranking: ClusterRanking, budget: Int[Array, ""], cut: Cut
 ) -> Bool[Array, " T"]:
   """Selects the tokens of the best clusters that fit, and of the cut one.
 

@@ -6,6 +6,8 @@ import numbers
 from collections.abc import Sequence
 from typing import Literal
 
+import numpy as np
+
 from kvjax.errors import InputError
 from kvjax.options.bounds import check_choices, check_count, check_number
 
@@ -112,6 +114,42 @@ class Retention:
 Budget = Tokens | Retention
 
 
+def as_budget[B](budget: float | B) -> Budget | B:
+  """Returns the budget that a number stands for; any other as it is.
+
+  A float is the share that is kept and an integer is a number of tokens, also
+  wherever else a budget is given: in `kvjax.get_plan`, `kvjax.Plan`,
+  `kvjax.PerLayer` and `kvjax.SparseAttention`. So 1.0 keeps everything, and the
+  integer 1, which may be meant as a share, is refused.
+
+  Raises:
+    InputError: it is text, out of range, or the integer 1.
+
+  Examples:
+    >>> from kvjax.options.budgets import as_budget
+    >>> as_budget(0.5)
+    Retention(share=0.5, rounding='up')
+    >>> as_budget(512)
+    Tokens(count=512)
+  """
+  if isinstance(budget, bool | np.bool_ | str):
+    raise InputError(
+      f"A budget is a share such as 0.5 or tokens such as 512, not {budget!r}."
+    )
+  # Type checkers do not know that Python's numbers are of these classes.
+  if isinstance(budget, int | numbers.Integral):
+    count = int(budget)
+    if count == 1:
+      raise InputError(
+        "A budget of 1 is one token, as it is an integer; give 1.0 to keep "
+        "everything, or kvjax.Tokens(1)."
+      )
+    return Tokens(count)
+  if isinstance(budget, float | numbers.Real):
+    return Retention(float(budget))
+  return budget
+
+
 @dataclasses.dataclass(frozen=True)
 class Threshold:
   """A budget of the tokens whose score reaches a threshold, and of the last.
@@ -157,35 +195,36 @@ class PerLayer:
   """A budget of its own for every layer.
 
   Attributes:
-    layers: the budget of each layer of the model, the lowest first; those of
-      layers that methods do not compress are not used.
+    layers: the budget of each layer of the model, the lowest first, or a number
+      for it, as in `kvjax.get_plan`; those of layers that methods do not
+      compress are not used.
 
   Examples:
     >>> import kvjax
-    >>> print(kvjax.PerLayer([kvjax.Retention(0.5), kvjax.Retention(0.25)]))
+    >>> print(kvjax.PerLayer([0.5, 0.25]))
     0.5+0.25
   """
 
-  layers: Sequence[Budget]
+  layers: tuple[Budget, ...]
 
-  def __post_init__(self) -> None:
+  def __init__(self, layers: Sequence[float | Budget]) -> None:
     try:
-      layers = tuple(self.layers)
+      budgets = tuple(map(as_budget, layers))
     except TypeError:
       raise InputError(
         "A budget per layer is a list of budgets, as in "
-        f"kvjax.PerLayer([kvjax.Retention(0.5)] * 16), not {self.layers!r:.80}."
+        f"kvjax.PerLayer([0.5] * 16), not {layers!r:.80}."
       ) from None
-    # Lists are not hashable, and plans are.
-    object.__setattr__(self, "layers", layers)
-    if not self.layers:
+    if not budgets:
       raise InputError("A budget per layer needs one for each layer.")
-    for budget in self.layers:
+    for budget in budgets:
       if not isinstance(budget, Budget):
         raise InputError(
-          "The budget of a layer is kvjax.Retention(0.25) or "
-          f"kvjax.Tokens(512); {budget!r} is neither."
+          "The budget of a layer is a share such as 0.25 or tokens such as "
+          f"512; {budget!r} is neither."
         )
+    # Lists are not hashable, and plans are.
+    object.__setattr__(self, "layers", budgets)
 
   def __str__(self) -> str:
     if all(isinstance(budget, Tokens) for budget in self.layers):

@@ -18,6 +18,7 @@ from kvjax.options.budgets import (
   Rounding,
   Threshold,
   Tokens,
+  as_budget,
 )
 from kvjax.options.schedules import WHOLE, Schedule
 from kvjax.registry.naming import make_named, options_of, unknown, with_options
@@ -174,7 +175,8 @@ def get_retrieval(name: str) -> Retrieval:
 
 def get_plan(
   name: str,
-  budget: Budget | PerLayer | Calibrated | Threshold,
+  budget: float | Budget | PerLayer | Calibrated | Threshold,
+  *,
   schedule: Schedule = WHOLE,
   per_query_head: bool = False,
   kv_dtype: str | None = None,
@@ -190,7 +192,9 @@ def get_plan(
       method and its budget: `ctkvr/compactor@0.5` indexes the half that
       Compactor keeps, `flat/keydiff@256` the 256 tokens that KeyDiff keeps.
     budget: tokens that an eviction method keeps, or keys that a retrieval
-      method retrieves per token, unless its name sets them (`ctkvr.512`);
+      method retrieves per token, unless its name sets them (`ctkvr.512`). A
+      float is a share (`Retention`) and an integer a number (`Tokens`): 1.0 is
+      everything, and the integer 1 is refused, as it may be meant as a share.
       `Calibrated` and `Threshold` are for eviction methods only.
     schedule: when an eviction method evicts.
     per_query_head: see `Plan`.
@@ -203,11 +207,12 @@ def get_plan(
 
   Examples:
     >>> import kvjax
-    >>> plan = kvjax.get_plan("keydiff", kvjax.Retention(0.25))
+    >>> plan = kvjax.get_plan("keydiff", 0.25)
     >>> plan.method.anchor
     'mean_unit'
   """
   _check_name(name)
+  amount: Budget | PerLayer | Calibrated | Threshold = as_budget(budget)
   name = name.strip()
   first, slash, kept_name = name.partition("/")
   base = first.partition(":")[0]
@@ -224,43 +229,43 @@ def get_plan(
     recipe = get_recipe(name)
     return Plan(
       recipe.method,
-      _rounded(budget, recipe),
-      schedule,
-      per_query_head,
+      _rounded(amount, recipe),
+      schedule=schedule,
+      per_query_head=per_query_head,
       kv_dtype=kv_dtype,
       allocation=recipe.allocation,
       decoding=decoding,
     )
   retrieval = get_retrieval(first)
-  if isinstance(budget, Calibrated):
+  if isinstance(amount, Calibrated):
     raise InputError(
       f"A calibration says what a context can lose; {first} loses nothing, so "
       "give it the number of keys to retrieve."
     )
-  if isinstance(budget, Threshold):
+  if isinstance(amount, Threshold):
     raise InputError(
       f"A threshold says what a method evicts; {first} evicts nothing, so give "
       "it the number of keys to retrieve."
     )
-  if isinstance(budget, PerLayer):
+  if isinstance(amount, PerLayer):
     raise InputError(
       f"{first} retrieves as many keys in all layers; give one budget for all "
       "of them."
     )
   if retrieval.keys:
-    budget = Tokens(retrieval.keys)
+    amount = Tokens(retrieval.keys)
   recipe, kept_budget = (
     _kept(kept_name) if slash else (Recipe(FullKV()), Retention(1.0))
   )
   return Plan(
     recipe.method,
     _rounded(kept_budget, recipe),
-    schedule,
-    per_query_head,
-    SparseAttention(retrieval, budget),
-    kv_dtype,
-    recipe.allocation,
-    decoding,
+    schedule=schedule,
+    per_query_head=per_query_head,
+    sparse=SparseAttention(retrieval, amount),
+    kv_dtype=kv_dtype,
+    allocation=recipe.allocation,
+    decoding=decoding,
   )
 
 

@@ -1,13 +1,12 @@
 """A retrieval method and its number of keys per token."""
 
 import dataclasses
-from typing import Any
 
 import numpy as np
 from jaxtyping import Int
 
 from kvjax.errors import InputError
-from kvjax.options.budgets import Budget
+from kvjax.options.budgets import Budget, as_budget
 from kvjax.retrieval.base import Retrieval
 
 
@@ -18,13 +17,14 @@ class SparseAttention:
   Attributes:
     retrieval: the method that selects the keys.
     budget: keys that each KV head retrieves per token, in addition to the
-      resident tokens; a retention is a share of the prompt.
+      resident tokens; a retention is a share of the prompt. Numbers stand for
+      budgets, as in `kvjax.get_plan`.
 
   Examples:
     >>> import numpy as np
     >>> import kvjax
     >>> retrieval = kvjax.get_retrieval("quest")
-    >>> sparse = kvjax.SparseAttention(retrieval, kvjax.Tokens(64))
+    >>> sparse = kvjax.SparseAttention(retrieval, 64)
     >>> sparse.num_keys(np.array([100, 50])).tolist()
     [64, 50]
   """
@@ -32,16 +32,17 @@ class SparseAttention:
   retrieval: Retrieval
   budget: Budget
 
-  def __post_init__(self) -> None:
-    retrieval: Any = self.retrieval
-    budget: Any = self.budget
+  def __init__(self, retrieval: Retrieval, budget: float | Budget) -> None:
+    budget = as_budget(budget)
+    # For callers without a static type checker.
     if not isinstance(retrieval, Retrieval) or not isinstance(budget, Budget):
       raise InputError(
         "Sparse attention takes a retrieval method and the number or the share "
         "of the keys that it retrieves, as in kvjax.SparseAttention("
-        "kvjax.get_retrieval('quest'), kvjax.Tokens(64)), not "
+        "kvjax.get_retrieval('quest'), 64), not "
         f"{retrieval!r:.80} and {budget!r:.80}."
       )
+    vars(self).update(retrieval=retrieval, budget=budget)
 
   @property
   def fixed(self) -> bool:

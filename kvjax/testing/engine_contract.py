@@ -116,7 +116,7 @@ def check_blocks(subject: Subject) -> None:
   plans = []
   for budget in _BUDGETS:
     try:
-      plans.append(Plan(method, budget, _SCHEDULE))
+      plans.append(Plan(method, budget, schedule=_SCHEDULE))
     except InputError as error:
       require(
         not reason or reason in str(error),

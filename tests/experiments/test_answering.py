@@ -51,7 +51,9 @@ def test_only_what_is_stored_alike_is_asked_together():
 
 
 def test_who_evicts_while_decoding_is_asked_alone():
-  plan = kvjax.get_plan("keydiff", kvjax.Tokens(4), kvjax.Schedule(every=2))
+  plan = kvjax.get_plan(
+    "keydiff", kvjax.Tokens(4), schedule=kvjax.Schedule(every=2)
+  )
   caches = [a_cache(4, 4), a_cache(4, 4), a_cache(4, 4, plan=plan)]
   assert kvjax.group_caches(caches) == [[0, 1], [2]]
 
@@ -216,7 +218,9 @@ def test_the_first_token_of_a_passkey_is_scored(tiny):
 
 def test_a_protected_prompt_stays_while_its_answer_is_decoded(tiny):
   tokens = [int(n) for n in jax.random.randint(jax.random.key(0), (20,), 1, 99)]
-  plan = kvjax.get_plan("keydiff", kvjax.Tokens(24), kvjax.Schedule(every=4))
+  plan = kvjax.get_plan(
+    "keydiff", kvjax.Tokens(24), schedule=kvjax.Schedule(every=4)
+  )
   candidate = Candidate("keydiff", plan)
   decoding = kvjax.Decoding(max_new_tokens=40)
   evicted = {}

@@ -18,7 +18,9 @@ from kvjax.experiments.run.candidates import (
 from kvjax.registry.names import split_budget
 from kvjax.registry.registry import METHODS
 
-LATER = kvjax.get_plan("keydiff", kvjax.Tokens(64), kvjax.Schedule(every=16))
+LATER = kvjax.get_plan(
+  "keydiff", kvjax.Tokens(64), schedule=kvjax.Schedule(every=16)
+)
 
 
 def test_a_comparison_has_all_methods_by_default():
@@ -159,7 +161,9 @@ def test_by_default_methods_are_those_that_may_evict_then(parsed, when):
     names = {c.method for c in method_inputs.chosen()}
     schedule = method_inputs.schedule()
   for name in DEFAULT:
-    plan = functools.partial(kvjax.get_plan, name, kvjax.Tokens(64), schedule)
+    plan = functools.partial(
+      kvjax.get_plan, name, kvjax.Tokens(64), schedule=schedule
+    )
     if name in names:
       plan()
     else:

@@ -1,6 +1,7 @@
 """A conversation about a compressed text, against the engine's own calls."""
 
 import dataclasses
+import inspect
 import threading
 
 import jax
@@ -131,7 +132,7 @@ def test_an_answer_may_fail_before_the_cache_is_lost(tiny, monkeypatch, keep):
 @pytest.mark.parametrize("method", ["keydiff", "streaming"])
 def test_a_share_is_evicted_in_every_turn(tiny, method):
   """Shares grow with the conversation, and so does the room."""
-  chat = tiny.compress(TEXT, method, 0.9, kvjax.Schedule(every=8))
+  chat = tiny.compress(TEXT, method, 0.9, schedule=kvjax.Schedule(every=8))
   for question in QUESTIONS * 2:
     chat.ask(question, 8)
   assert chat.cache.nbytes > 0
@@ -204,6 +205,35 @@ def test_methods_of_all_kinds_chat(tiny, method):
   assert chat.cache.nbytes > size
 
 
+def test_prompts_and_questions_are_what_a_chat_feeds(tiny):
+  """By hand, as `split_chat` says; rows of a batch as alone."""
+  before, suffix = tiny.text.split_chat(TEXT)
+  request = kvjax.RepeatRequest.of(tiny.text)
+  alone, both = tiny.prompts(TEXT), tiny.prompts([TEXT, "Tea is at five."])
+  assert alone.rows() == [tiny.text.encode(before)] == both.rows()[:1]
+  assert alone.repeat_request == both.repeat_request == request
+  asked = [tiny.text.encode(question + suffix) for question in QUESTIONS]
+  assert tiny.questions(QUESTIONS).rows() == asked
+  assert tiny.questions(QUESTIONS[0]).rows() == asked[:1]
+
+
+def test_answers_end_as_the_model_ends_them(tiny):
+  warm = kvjax.Sampling(temperature=2.0)
+  stops = tiny.text.eos_ids
+  assert tiny.decoding(5) == kvjax.Decoding(5, stops)
+  assert tiny.decoding(5, warm) == kvjax.Decoding(5, stops, warm)
+
+
+@pytest.mark.parametrize("given", ["", [], ["a text", " "], None, [5]])
+def test_what_is_no_text_is_refused(tiny, given):
+  for encode in (tiny.prompts, tiny.questions):
+    unchecked = inspect.unwrap(encode.__func__)
+    with pytest.raises(
+      InputError, match=r"not empty; .* is not one|no prompts"
+    ):
+      unchecked(tiny, given)
+
+
 def test_answers_are_drawn_by_seed(tiny):
   chat = tiny.compress(TEXT, "keydiff", 0.5)
   warm = kvjax.Sampling(temperature=2.0)
@@ -213,15 +243,6 @@ def test_answers_are_drawn_by_seed(tiny):
 
   assert draw(1) == draw(1)
   assert len({draw(seed) for seed in range(4)}) > 1
-
-
-def test_budgets_are_shares_tokens_or_budgets():
-  assert chats.as_budget(0.25) == kvjax.Retention(0.25)
-  assert chats.as_budget(64) == kvjax.Tokens(64)
-  assert chats.as_budget(np.float64(0.5)) == kvjax.Retention(0.5)
-  assert chats.as_budget(np.float32(0.5)) == kvjax.Retention(0.5)
-  assert chats.as_budget(np.int64(64)) == kvjax.Tokens(64)
-  assert chats.as_budget(kvjax.Tokens(3)) == kvjax.Tokens(3)
 
 
 @pytest.mark.parametrize(

@@ -370,4 +370,4 @@ def test_clusters_and_chunks_get_the_shares_of_snapkv(name):
 
 def test_blocks_are_refused():
   with pytest.raises(InputError, match="adakv cannot spread a budget block by"):
-    kvjax.get_plan("adakv", kvjax.Tokens(9), kvjax.Schedule(block=8))
+    kvjax.get_plan("adakv", kvjax.Tokens(9), schedule=kvjax.Schedule(block=8))

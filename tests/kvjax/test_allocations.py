@@ -154,7 +154,7 @@ def test_a_budget_that_is_shared_out_once_is_refused_in_blocks():
       (KeyL2Norm(), Front(), "key_norm by Front"),
     ):
       with pytest.raises(InputError, match=f"^{name} cannot spread a budget"):
-        kvjax.Plan(method, FOUR, schedule, allocation=allocation)
+        kvjax.Plan(method, FOUR, schedule=schedule, allocation=allocation)
 
 
 @pytest.mark.parametrize("allocation", [Flattened(), Negative()])

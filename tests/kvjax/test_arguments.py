@@ -110,7 +110,9 @@ def test_seeds_are_whole_numbers_in_range(seeds):
 
 def test_tokens_that_a_model_does_not_embed():
   plan = kvjax.get_plan("keydiff", kvjax.Tokens(9))
-  blocks = kvjax.get_plan("keydiff", kvjax.Tokens(9), kvjax.Schedule(block=8))
+  blocks = kvjax.get_plan(
+    "keydiff", kvjax.Tokens(9), schedule=kvjax.Schedule(block=8)
+  )
   cache, _ = kvjax.prefill(MODEL, PARAMS, PROMPTS, plan)
   # What follows the end of a row is arbitrary.
   last = PROMPTS.tokens.shape[1] - 1
@@ -155,7 +157,7 @@ def test_an_allocation_that_is_named_can_be_saved(tmp_path):
   plan = kvjax.Plan(
     kvjax.get_method("keydiff"),
     kvjax.Tokens(9),
-    kvjax.Schedule(every=4),
+    schedule=kvjax.Schedule(every=4),
     allocation=kvjax.allocation.Uniform(),
   )
   cache = prefilled(plan)
@@ -191,7 +193,7 @@ class PatientSnapKV(Patient, SnapKV):
   ids=str,
 )
 def test_methods_with_memory_may_leave_layers_whole(method, schedule):
-  plan = kvjax.Plan(method, kvjax.Tokens(20), schedule)
+  plan = kvjax.Plan(method, kvjax.Tokens(20), schedule=schedule)
   cache, logits = kvjax.prefill(MODEL, PARAMS, PROMPTS, plan)
   for row, tokens in enumerate(ROWS):
     first, *others = kept_positions(cache, row)
@@ -227,7 +229,9 @@ def test_a_model_of_windows_alone_has_nothing_to_compress(name):
 
 
 def test_the_room_that_is_said_to_suffice_does():
-  plan = kvjax.get_plan("tova", kvjax.Tokens(40), kvjax.Schedule(every=4))
+  plan = kvjax.get_plan(
+    "tova", kvjax.Tokens(40), schedule=kvjax.Schedule(every=4)
+  )
   question = kvjax.Prompts.of([[5, 6]], padded=8)
 
   def turns(slots):
@@ -263,7 +267,7 @@ def test_numbers_of_numpy_are_saved_like_others(tmp_path):
   for options in (tokens, half, threshold, schedule):
     values = dataclasses.asdict(options).values()
     assert {*map(type, values)} <= {int, float, str}
-  cache = prefilled(kvjax.get_plan("keydiff", tokens, schedule))
+  cache = prefilled(kvjax.get_plan("keydiff", tokens, schedule=schedule))
   kvjax.save_cache(cache, tmp_path / "cache", model=MODEL, model_id="tiny")
   loaded = kvjax.load_cache(tmp_path / "cache", model=MODEL, model_id="tiny")
   assert loaded.plan == cache.plan

@@ -230,7 +230,7 @@ def test_fixed_and_calibrated_plans_share_a_pass():
     kvjax.Plan(KeyDiff(), kvjax.Tokens(9)),
     automatic("keydiff"),
     automatic("keydiff", tau=0.99, alpha=0.0, beta=-5.0),
-    kvjax.Plan(KeyDiff(), kvjax.Tokens(9), kvjax.Schedule(every=2)),
+    kvjax.Plan(KeyDiff(), kvjax.Tokens(9), schedule=kvjax.Schedule(every=2)),
   ]
   found = kvjax.measured_sweep(MODEL, PARAMS, PROMPTS, plans)
   told = [shares is not None for shares in found.retentions]

@@ -43,7 +43,7 @@ def compressed(name, rows, budget, block, every):
   """The cache of prompts."""
   schedule = kvjax.Schedule(block=block, every=every)
   prompts = kvjax.Prompts.of(rows, 64)
-  plan = kvjax.get_plan(name, kvjax.Tokens(budget), schedule)
+  plan = kvjax.get_plan(name, kvjax.Tokens(budget), schedule=schedule)
   return kvjax.prefill(MODEL, PARAMS, prompts, plan)[0]
 
 

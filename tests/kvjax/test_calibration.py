@@ -373,11 +373,11 @@ def test_tau_outside_its_range_is_refused(tau):
       "each query head",
     ),
     (
-      lambda b: kvjax.Plan(KeyDiff(), b, kvjax.Schedule(block=8)),
+      lambda b: kvjax.Plan(KeyDiff(), b, schedule=kvjax.Schedule(block=8)),
       "cannot work with blocks of 8",
     ),
     (
-      lambda b: kvjax.Plan(KeyDiff(), b, kvjax.Schedule(every=2)),
+      lambda b: kvjax.Plan(KeyDiff(), b, schedule=kvjax.Schedule(every=2)),
       "cannot work with every 2",
     ),
     (

@@ -342,14 +342,14 @@ def test_plans_refuse_traits_that_cannot_be():
     kvjax.Plan(Listed(), kvjax.Tokens(4))
   schedule = kvjax.Schedule(block=8)
   with pytest.raises(InputError, match="it reads inputs, which no cache"):
-    kvjax.Plan(HalfSilent(), kvjax.Tokens(4), schedule)
+    kvjax.Plan(HalfSilent(), kvjax.Tokens(4), schedule=schedule)
 
 
 def test_blocks_refuse_a_wider_window_than_is_declared():
   model = TinyModel()
   prompts = kvjax.Prompts.of([list(range(24))])
   plan = kvjax.Plan(
-    Undeclared(window=2), kvjax.Tokens(8), kvjax.Schedule(block=8)
+    Undeclared(window=2), kvjax.Tokens(8), schedule=kvjax.Schedule(block=8)
   )
   with pytest.raises(
     InputError, match=r"must declare them as Traits\(window=4"

@@ -18,11 +18,17 @@ PLANS = {
   "duoattention": ("duoattention", HALF),
   "packed": ("ada/snapkv:window=5", HALF),
   "pyramid": ("pyramidkv:window=5", HALF),
-  "in blocks": ("keydiff", SOME, BLOCKS),
-  "evicting": ("snapkv:window=5", SOME, kvjax.Schedule(every=4)),
+  "in blocks": ("keydiff", SOME),
+  "evicting": ("snapkv:window=5", SOME),
   "ctkvr": ("ctkvr:sinks=2:local=5:probes=2", kvjax.Tokens(8)),
   "quest": ("quest:dense_layers=", kvjax.Tokens(16)),
 }
+SCHEDULES = {"in blocks": BLOCKS, "evicting": kvjax.Schedule(every=4)}
+
+
+def plan_of(name):
+  schedule = SCHEDULES.get(name, kvjax.Schedule())
+  return kvjax.get_plan(*PLANS[name], schedule=schedule)
 
 
 @contextlib.contextmanager
@@ -67,7 +73,7 @@ def compiles_anew(plans, lengths=(55, 50)):
 
 @pytest.mark.parametrize("name", PLANS)
 def test_other_lengths_compile_nothing(name):
-  assert compiles_anew(kvjax.get_plan(*PLANS[name])) == []
+  assert compiles_anew(plan_of(name)) == []
 
 
 @pytest.mark.parametrize("kind", ["shared budget", "threshold"])
@@ -90,8 +96,8 @@ def test_a_cache_of_another_size_compiles_no_pass_over_the_prompt(
 
 @pytest.mark.slow
 def test_a_sweep_of_other_lengths_compiles_nothing():
-  whole = [plan for plan in PLANS.values() if plan[2:] != (BLOCKS,)]
-  assert compiles_anew([kvjax.get_plan(*plan) for plan in whole]) == []
+  whole = [name for name in PLANS if name != "in blocks"]
+  assert compiles_anew([plan_of(name) for name in whole]) == []
 
 
 def test_weights_that_are_committed_to_a_device_need_no_more_programs():

@@ -49,7 +49,7 @@ WHOLE = {
   "gradients": kvjax.get_plan("kvzip.grad:chunk=32:level=head", HALF),
   **{
     f"evicting {name}": kvjax.get_plan(
-      name, kvjax.Tokens(24), kvjax.Schedule(every=4)
+      name, kvjax.Tokens(24), schedule=kvjax.Schedule(every=4)
     )
     for name in ("snapkv:window=5", "tova", "dropkv:window=4", "rkv:window=4")
   },
@@ -140,7 +140,7 @@ def test_a_warning_says_that_devices_have_the_same_cache():
 
 
 def test_blocks_are_refused():
-  plan = kvjax.get_plan("keydiff", HALF, kvjax.Schedule(block=16))
+  plan = kvjax.get_plan("keydiff", HALF, schedule=kvjax.Schedule(block=16))
   model, prompts = TinyModel(), kvjax.Prompts.of(ROWS)
   with (
     jax.set_mesh(parse_mesh("context:4")),

@@ -504,7 +504,9 @@ class TestTraits:
       reason = "it shares it out once, when the prompt is known"
     for schedule in (kvjax.Schedule(block=8), kvjax.Schedule(every=2)):
       with refused(reason):
-        kvjax.Plan(method, BUDGETS[2], schedule, allocation=recipe.allocation)
+        kvjax.Plan(
+          method, BUDGETS[2], schedule=schedule, allocation=recipe.allocation
+        )
 
   def test_what_is_remembered_of_a_block_is_what_is_declared(self, name):
     method = CASES[name].method

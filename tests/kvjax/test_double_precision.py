@@ -39,7 +39,7 @@ def answered(plan):
   ids=str,
 )
 def test_answers_are_those_of_32_bits(name, schedule):
-  plan = kvjax.get_plan(name, kvjax.Tokens(24), schedule)
+  plan = kvjax.get_plan(name, kvjax.Tokens(24), schedule=schedule)
   expected = answered(plan)
   # Other tests let no types be promoted; users in 64 bits do.
   with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):

@@ -27,7 +27,7 @@ PLANS = {
   "protokv": kvjax.get_plan("protokv:window=5:tokens_per_prototype=4", HALF),
   "ctkvr": kvjax.get_plan("ctkvr:sinks=2:local=5:probes=2", kvjax.Tokens(8)),
   "evicting": kvjax.get_plan(
-    "snapkv:window=5", kvjax.Tokens(24), kvjax.Schedule(every=4)
+    "snapkv:window=5", kvjax.Tokens(24), schedule=kvjax.Schedule(every=4)
   ),
 }
 

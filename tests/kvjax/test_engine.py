@@ -178,9 +178,9 @@ def test_sweep_equals_each_plan_alone():
     kvjax.get_plan("keydiff", few),
     kvjax.get_plan("keydiff", few, per_query_head=True),
     kvjax.get_plan("h2o", few),
-    kvjax.get_plan("h2o", share, kvjax.Schedule(every=3)),
-    kvjax.get_plan("snapkv:window=3", few, going_on),
-    kvjax.get_plan("lagkv:sinks=2:lag=6", share, going_on),
+    kvjax.get_plan("h2o", share, schedule=kvjax.Schedule(every=3)),
+    kvjax.get_plan("snapkv:window=3", few, schedule=going_on),
+    kvjax.get_plan("lagkv:sinks=2:lag=6", share, schedule=going_on),
   ]
   together, _ = kvjax.sweep(MODEL, PARAMS, prompts, plans)
   for plan, cache in zip(plans, together, strict=True):
@@ -357,10 +357,10 @@ def test_mistakes_are_explained(call, said):
       ALL,
       r"such as kvjax\.get_.*; KeyDiff is a class: write KeyDiff\(\)",
     ),
-    (FULL, 0.25, r"kvjax\.Retention\(0\.25\).*; 0\.25 is none of them"),
+    (FULL, None, r"a share such as 0\.25, tokens .*; None is none of them"),
   ],
 )
-def test_a_name_is_no_method_and_a_number_no_budget(method, budget, said):
+def test_a_name_is_no_method_and_none_is_no_budget(method, budget, said):
   """Types are checked in tests alone: without, the plan says so itself."""
   plan = object.__new__(kvjax.Plan)
   unchecked = inspect.unwrap(kvjax.Plan.__init__)

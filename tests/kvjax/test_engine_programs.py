@@ -164,7 +164,10 @@ def test_a_deeper_model_compiles_no_more_programs():
     programs.clear()
     caches, logits = kvjax.sweep(model, params, prompts, plans)
     cache, _ = kvjax.prefill(
-      model, params, prompts, kvjax.Plan(KeyDiff(), kvjax.Tokens(8), schedule)
+      model,
+      params,
+      prompts,
+      kvjax.Plan(KeyDiff(), kvjax.Tokens(8), schedule=schedule),
     )
     decoding = kvjax.Decoding(4)
     for each in (*caches, cache):

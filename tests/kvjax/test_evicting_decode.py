@@ -65,7 +65,7 @@ def prefill(name, schedule, rows=ROWS, model=MODEL, params=PARAMS):
     model,
     params,
     kvjax.Prompts.of(rows, 64),
-    kvjax.get_plan(name, budget_of(name), schedule),
+    kvjax.get_plan(name, budget_of(name), schedule=schedule),
   )
 
 
@@ -82,7 +82,7 @@ def converse(cache, prompts, decoding, model=MODEL, params=PARAMS):
 def test_rows_stand_alone_and_decoding_stays_within_the_budget(name):
   schedule = kvjax.Schedule(block=8, every=2)
   budget = budget_of(name)
-  spread = kvjax.get_plan(name, budget, schedule).spread
+  spread = kvjax.get_plan(name, budget, schedule=schedule).spread
   decoding = kvjax.Decoding(30)
   model, params = ONE_LAYER, ONE_LAYER.init()
 
@@ -175,7 +175,7 @@ def test_every_step_holds_what_the_budget_says(name, every, block, monkeypatch):
   model = dataclasses.replace(ONE_LAYER, vocab_size=65)
   params = model.init()
   plan = kvjax.get_plan(
-    name, kvjax.Tokens(LIMIT), kvjax.Schedule(block=block, every=every)
+    name, kvjax.Tokens(LIMIT), schedule=kvjax.Schedule(block=block, every=every)
   )
   prompts = kvjax.Prompts.of(UNEQUAL, 32)
   cache, _ = kvjax.prefill(model, params, prompts, plan)
@@ -202,13 +202,13 @@ def test_every_step_holds_what_the_budget_says(name, every, block, monkeypatch):
 )
 def test_a_target_below_what_always_stays_is_refused(name, sentence):
   schedule = kvjax.Schedule(every=8)
-  kvjax.get_plan(name, kvjax.Tokens(20), schedule)
+  kvjax.get_plan(name, kvjax.Tokens(20), schedule=schedule)
   # It does no harm to a prompt, whose newest tokens stay.
   kvjax.get_plan(name, kvjax.Tokens(19))
   with pytest.raises(
     InputError, match=f"{sentence}; .* 20 .*, not 19"
   ) as error:
-    kvjax.get_plan(name, kvjax.Tokens(19), schedule)
+    kvjax.get_plan(name, kvjax.Tokens(19), schedule=schedule)
   assert str(error.value).count(". ") == 0
 
 
@@ -227,7 +227,7 @@ def test_a_conversation_that_evicts_says_how_much_room_it_needs():
 def test_room_for_a_turn_is_enough_whatever_the_budget():
   """Also where the cache never holds as many tokens as it may."""
   schedule = kvjax.Schedule(every=4)
-  plan = kvjax.get_plan("keydiff", kvjax.Tokens(500), schedule)
+  plan = kvjax.get_plan("keydiff", kvjax.Tokens(500), schedule=schedule)
   prompts = kvjax.Prompts.of([ROWS[0][:9], ROWS[0][:4]], 9)
   cache, _ = kvjax.prefill(MODEL, PARAMS, prompts, plan)
   question = kvjax.Prompts.of([[5], [6]], 3)
@@ -262,7 +262,7 @@ def test_a_conversation_that_evicts_uses_the_buffers_of_its_cache(name, every):
 @pytest.mark.parametrize("name", ["full", "key_norm:skip_layers=0"])
 def test_a_layer_that_keeps_everything_has_room_for_it(name):
   """A short question in a wide block leaves a gap that takes room as well."""
-  plan = kvjax.get_plan(name, BUDGET, kvjax.Schedule(every=1))
+  plan = kvjax.get_plan(name, BUDGET, schedule=kvjax.Schedule(every=1))
   prompts = kvjax.Prompts.of([ROWS[0][:33]], 48)
   cache, _ = kvjax.prefill(MODEL, PARAMS, prompts, plan)
   question = kvjax.Prompts.of([[5]], 32)
@@ -273,7 +273,7 @@ def test_a_layer_that_keeps_everything_has_room_for_it(name):
 
 
 def test_all_of_everything_stays_all_while_decoding():
-  plan = kvjax.get_plan("keydiff", ALL, kvjax.Schedule(every=1))
+  plan = kvjax.get_plan("keydiff", ALL, schedule=kvjax.Schedule(every=1))
   cache, _ = kvjax.prefill(MODEL, PARAMS, PROMPTS, plan)
   once = kvjax.get_plan("keydiff", ALL)
   once, _ = kvjax.prefill(MODEL, PARAMS, PROMPTS, once)
@@ -287,7 +287,7 @@ def test_all_of_everything_stays_all_while_decoding():
 @pytest.mark.slow
 def test_a_row_that_ends_early_is_left_as_it_would_be_alone():
   schedule = kvjax.Schedule(every=4)
-  plan = kvjax.get_plan("keydiff", BUDGET, schedule)
+  plan = kvjax.get_plan("keydiff", BUDGET, schedule=schedule)
 
   def run(rows, questions, stop):
     cache, _ = kvjax.prefill(MODEL, PARAMS, kvjax.Prompts.of(rows, 64), plan)
@@ -340,7 +340,7 @@ def test_h2o_accumulates_across_blocks_and_steps():
   """With room for everything the sums are those of one dense pass."""
 
   def prefill(schedule):
-    plan = kvjax.get_plan("h2o", ALL, schedule)
+    plan = kvjax.get_plan("h2o", ALL, schedule=schedule)
     return kvjax.prefill(MODEL, PARAMS, PROMPTS, plan)[0]
 
   in_blocks = prefill(kvjax.Schedule(block=8, every=1))

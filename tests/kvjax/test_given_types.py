@@ -53,9 +53,9 @@ REFUSED = {
     lambda: kvjax.SparseAttention("quest", kvjax.Tokens(8)),
     r"not 'quest' and Tokens\(count=8\)",
   ),
-  "a_number_for_a_budget": (
-    lambda: kvjax.SparseAttention(QUEST, 0.5),
-    "the number or the share of the keys .* and 0.5",
+  "no_budget": (
+    lambda: kvjax.SparseAttention(QUEST, None),
+    "the number or the share of the keys .* and None",
   ),
   "a_threshold_for_keys": (
     lambda: kvjax.SparseAttention(QUEST, kvjax.Threshold(0.5)),
@@ -72,6 +72,18 @@ REFUSED = {
   "an_array_without_dimensions_for_layers": (
     lambda: KeyL2Norm(skip_layers=np.array(1)),
     r"skip_layers is a list of layers, as in \(0, 1\), not array\(1\)",
+  ),
+  "a_row_longer_than_its_padding": (
+    lambda: kvjax.Prompts.of([[1] * 40], padded=16),
+    "up to 40 tokens cannot be padded to 16; give padded=40 or more",
+  ),
+  "no_padding_at_all": (
+    lambda: kvjax.Prompts.of([[1]], padded=0),
+    "up to 1 tokens cannot be padded to 0; give padded=1 or more",
+  ),
+  "no_caches": (
+    lambda: kvjax.generate(MODEL, PARAMS, [], PROMPTS, kvjax.Decoding(2)),
+    "nothing to continue; give at least one cache",
   ),
   "half_a_token_of_room": (
     lambda: kvjax.reserve(CACHE, 2.5),

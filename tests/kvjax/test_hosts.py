@@ -23,7 +23,7 @@ PLANS = {
   "kvzip": ("kvzip:chunk=32", HALF),
   "simlayerkv": ("simlayerkv", HALF),
   "ctkvr": ("ctkvr:sinks=2:local=5:probes=2", kvjax.Tokens(8)),
-  "evicting": (*("snapkv:window=5", kvjax.Tokens(24)), kvjax.Schedule(every=4)),
+  "evicting": ("snapkv:window=5", kvjax.Tokens(24)),
 }
 
 # Heads share pages, of which each device has some of its own.
@@ -32,7 +32,9 @@ IN_PAGES = {"ada/snapkv", "kvzip", "simlayerkv"}
 
 def answer(name):
   """Kept positions, answers, logits and the cache; on the mesh in context."""
-  model, plan = TinyModel(), kvjax.get_plan(*PLANS[name])
+  every = 4 if name == "evicting" else None
+  schedule = kvjax.Schedule(every=every)
+  model, plan = TinyModel(), kvjax.get_plan(*PLANS[name], schedule=schedule)
   params, prompts = model.init(), kvjax.Prompts.of(ROWS)
   cache, logits = kvjax.prefill(model, params, prompts, plan)
   questions = kvjax.Prompts.of([[5, 6], [1, 2, 3], [4], [7, 8]])

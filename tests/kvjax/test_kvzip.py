@@ -313,7 +313,7 @@ def test_nothing_retrieves_among_what_is_replayed():
 
 def test_blocks_are_refused_with_the_reason():
   with pytest.raises(InputError, match="it replays the whole prompt"):
-    kvjax.get_plan("kvzip", kvjax.Tokens(9), kvjax.Schedule(block=8))
+    kvjax.get_plan("kvzip", kvjax.Tokens(9), schedule=kvjax.Schedule(block=8))
 
 
 def uneven(lengths):

@@ -151,7 +151,7 @@ def test_a_retention_of_the_row_is_met_to_half_a_token_per_partition(share):
 def test_a_retention_of_the_row_is_for_whole_prompts():
   method = kvjax.get_method("lagkv:lag=8:retention_of=row")
   with pytest.raises(kvjax.InputError, match="retention_of=partition"):
-    kvjax.Plan(method, kvjax.Retention(0.5), kvjax.Schedule(every=2))
+    kvjax.Plan(method, kvjax.Retention(0.5), schedule=kvjax.Schedule(every=2))
   model = kvjax.testing.TinyModel()
   prompts = kvjax.Prompts.of([list(range(60)) * 2, list(range(64))])
   plan = kvjax.Plan(method, kvjax.Retention(0.5))

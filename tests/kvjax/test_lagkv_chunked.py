@@ -23,7 +23,7 @@ QUESTIONS = kvjax.Prompts.of(ASKED, 8)
 @pytest.mark.slow
 def test_lagkv_keeps_its_frozen_part_bit_for_bit():
   schedule = kvjax.Schedule(every=1)
-  plan = Plan(LagKV(sinks=2, lag=5), kvjax.Retention(0.4), schedule)
+  plan = Plan(LagKV(sinks=2, lag=5), kvjax.Retention(0.4), schedule=schedule)
   cache, _ = kvjax.prefill(MODEL, PARAMS, PROMPTS, plan)
   before = jax.tree.map(np.asarray, cache.layers)
   cache = kvjax.reserve(cache, 60)
@@ -56,7 +56,7 @@ def test_lagkv_in_chunks_ends_at_the_length_of_the_plain_prefill(size, first):
   plain, _ = kvjax.prefill(MODEL, PARAMS, PROMPTS, Plan(method, budget))
   schedule = kvjax.Schedule(block=size, first=first)
   chunked, _ = kvjax.prefill(
-    MODEL, PARAMS, PROMPTS, Plan(method, budget, schedule)
+    MODEL, PARAMS, PROMPTS, Plan(method, budget, schedule=schedule)
   )
   np.testing.assert_array_equal(chunked.lengths, plain.lengths)
 
@@ -67,14 +67,14 @@ def test_lagkv_in_chunks_keeps_what_the_plain_prefill_keeps_of_layer_0():
   plain, _ = kvjax.prefill(MODEL, PARAMS, PROMPTS, Plan(method, budget))
   schedule = kvjax.Schedule(block=5, first=12)
   chunked, _ = kvjax.prefill(
-    MODEL, PARAMS, PROMPTS, Plan(method, budget, schedule)
+    MODEL, PARAMS, PROMPTS, Plan(method, budget, schedule=schedule)
   )
   for row in range(3):
     assert kept_positions(chunked, row)[0] == kept_positions(plain, row)[0]
 
 
 LATER = kvjax.get_plan(
-  "lagkv:sinks=2:lag=4", kvjax.Retention(0.25), kvjax.Schedule(every=4)
+  "lagkv:sinks=2:lag=4", kvjax.Retention(0.25), schedule=kvjax.Schedule(every=4)
 )
 
 

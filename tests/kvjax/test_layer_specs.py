@@ -195,7 +195,7 @@ def test_answers_are_those_of_attention_written_out(retention):
 )
 def test_blocks_attend_as_the_whole_prompt_does(block):
   whole, logits = prefilled(kvjax.get_plan("full", FULL))
-  plan = kvjax.get_plan("full", FULL, kvjax.Schedule(block=block))
+  plan = kvjax.get_plan("full", FULL, schedule=kvjax.Schedule(block=block))
   cache, last = prefilled(plan)
   np.testing.assert_allclose(last, logits, atol=2e-4)
   for row in range(len(ROWS)):
@@ -239,7 +239,7 @@ def test_layers_share_a_selection_across_local_ones():
 @pytest.mark.slow
 def test_evicting_goes_on_in_global_layers_alone():
   schedule = kvjax.Schedule(block=4, every=2)
-  plan = kvjax.get_plan("keydiff", kvjax.Tokens(7), schedule)
+  plan = kvjax.get_plan("keydiff", kvjax.Tokens(7), schedule=schedule)
   cache, _ = prefilled(plan)
   questions = kvjax.Prompts.of([[1], [2], [3]])
   cache = kvjax.reserve(cache, 64)
@@ -262,7 +262,7 @@ def test_eviction_between_blocks_sees_the_sinks():
   # One block is the whole prompt, of which only the window is left by then.
   method = kvjax.methods.SnapKV(window=5, kernel=1)
   budget = kvjax.Tokens(8)
-  plan = kvjax.Plan(method, budget, kvjax.Schedule(block=32))
+  plan = kvjax.Plan(method, budget, schedule=kvjax.Schedule(block=32))
   strong = jax.tree.map(lambda x: x, PARAMS)
   strong["layers"][1]["sinks"] = 6 * PARAMS["layers"][1]["sinks"]
   whole, blocks = (

@@ -179,7 +179,7 @@ def test_mistakes_are_explained():
   with pytest.raises(InputError, match="context is 4096"):
     kvjax.negative_log_likelihood(MODEL, PARAMS, prompts)
   schedule = kvjax.Schedule(every=2)
-  plan = kvjax.Plan(KeyDiff(), kvjax.Tokens(10), schedule)
+  plan = kvjax.Plan(KeyDiff(), kvjax.Tokens(10), schedule=schedule)
   cache, _ = kvjax.prefill(MODEL, PARAMS, kvjax.Prompts.of(ROWS), plan)
   with pytest.raises(InputError, match="goes on evicting every 2"):
     answer_nll(cache)

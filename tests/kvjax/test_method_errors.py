@@ -33,7 +33,7 @@ def test_an_error_in_a_prefill_names_the_method_that_it_comes_from(
       model,
       model.init(),
       kvjax.Prompts.of([[1, 2, 3, 4]]),
-      kvjax.Plan(method, kvjax.Tokens(2), kvjax.Schedule(block=block)),
+      kvjax.Plan(method, kvjax.Tokens(2), schedule=kvjax.Schedule(block=block)),
     )
   assert (
     f"while {type(method).__name__} chose tokens" in caught.value.__notes__[0]

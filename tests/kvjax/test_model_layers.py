@@ -76,7 +76,9 @@ class ReturnsOne(TinyModel):
 )
 def test_a_block_attends_once_and_returns_its_state(kind, block):
   model = kind(kvjax.Geometry.uniform(1, 4, 2, 8, 64))
-  plan = kvjax.get_plan("keydiff", kvjax.Tokens(4), kvjax.Schedule(block=block))
+  plan = kvjax.get_plan(
+    "keydiff", kvjax.Tokens(4), schedule=kvjax.Schedule(block=block)
+  )
   with pytest.raises(kvjax.InputError, match=f"once; that of {kind.__name__}"):
     kvjax.prefill(model, model.init(), PROMPTS, plan)
 
@@ -148,6 +150,8 @@ def test_a_layer_without_a_cache_that_attends_is_refused(block):
   spec = LayerSpec(4, 2, 8)
   geometry = kvjax.Geometry((spec, dataclasses.replace(spec, cache=False)), 64)
   params = TinyModel(kvjax.Geometry((spec, spec), 64)).init()
-  plan = kvjax.get_plan("keydiff", kvjax.Tokens(4), kvjax.Schedule(block=block))
+  plan = kvjax.get_plan(
+    "keydiff", kvjax.Tokens(4), schedule=kvjax.Schedule(block=block)
+  )
   with pytest.raises(kvjax.InputError, match="must not call attend"):
     kvjax.prefill(Attends(geometry), params, PROMPTS, plan)

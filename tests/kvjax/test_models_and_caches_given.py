@@ -29,7 +29,7 @@ def test_anything_but_a_model_is_refused(given, tmp_path):
   """What `kvjax.load` returns, or weights in the place of the model."""
   cache, logits = kvjax.prefill(MODEL, PARAMS, PROMPTS, KEYDIFF)
   in_blocks = kvjax.get_plan(
-    "keydiff", kvjax.Tokens(9), kvjax.Schedule(block=8)
+    "keydiff", kvjax.Tokens(9), schedule=kvjax.Schedule(block=8)
   )
   decoding, path = kvjax.Decoding(2), tmp_path / "cache"
   for use in (

@@ -81,11 +81,13 @@ def test_a_class_without_a_name_goes_by_its_own():
 )
 def test_messages_name_what_was_written(name, said):
   with pytest.raises(InputError, match=said):
-    kvjax.get_plan(name, kvjax.Tokens(9), BLOCKS)
+    kvjax.get_plan(name, kvjax.Tokens(9), schedule=BLOCKS)
 
 
 def test_plans_that_cannot_be_combined_name_what_was_written():
-  later = kvjax.get_plan("tova", kvjax.Tokens(9), kvjax.Schedule(every=1))
+  later = kvjax.get_plan(
+    "tova", kvjax.Tokens(9), schedule=kvjax.Schedule(every=1)
+  )
   with pytest.raises(
     InputError, match=r"^tova cannot .*the heads of adakv keep"
   ):

@@ -80,7 +80,7 @@ def test_four_devices_equal_one():
 )
 def test_blocks_and_decoding_are_those_of_a_model_without_groups(name):
   schedule = kvjax.Schedule(block=8, every=2)
-  plan = kvjax.get_plan(name, BUDGET, schedule, per_query_head=True)
+  plan = kvjax.get_plan(name, BUDGET, schedule=schedule, per_query_head=True)
   model, params = widened()
   plain = dataclasses.replace(plan, per_query_head=False)
   runs = []

@@ -76,7 +76,9 @@ def test_a_row_of_prompts_is_one_that_there_is():
 @pytest.mark.parametrize("given", [[[1, 2, 3]], "a text"], ids=["rows", "text"])
 def test_what_is_no_prompts_is_told_how_to_make_them(given):
   cache = prefilled(KEYDIFF)
-  blocks = kvjax.get_plan("keydiff", kvjax.Tokens(9), kvjax.Schedule(block=8))
+  blocks = kvjax.get_plan(
+    "keydiff", kvjax.Tokens(9), schedule=kvjax.Schedule(block=8)
+  )
   for call in (
     lambda: kvjax.prefill(MODEL, PARAMS, given, KEYDIFF),
     lambda: kvjax.prefill(MODEL, PARAMS, given, blocks),

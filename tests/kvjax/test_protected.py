@@ -66,7 +66,7 @@ def test_protected_tokens_are_kept_within_the_budget(name):
 @pytest.mark.parametrize("name", ["keydiff", "h2o", "lagkv:sinks=2:lag=6"])
 def test_protection_lasts_through_blocks_and_decoding(name):
   schedule = kvjax.Schedule(block=8, every=1)
-  plan = kvjax.get_plan(name, budget_of(name), schedule)
+  plan = kvjax.get_plan(name, budget_of(name), schedule=schedule)
   cache, _ = kvjax.prefill(MODEL, PARAMS, PROMPTS, plan)
   cache = kvjax.reserve(cache, 40)
   questions = kvjax.Prompts.of([[5, 3], [8]])
@@ -106,14 +106,16 @@ def test_too_much_protection_is_refused_in_blocks(schedule):
     ("keydiff", "30 tokens of a prompt are protected and 20 may be kept"),
     ("lagkv:sinks=2:lag=6", "6 tokens of a partition of 6 are protected"),
   ):
-    plan = kvjax.get_plan(name, budget_of(name), schedule)
+    plan = kvjax.get_plan(name, budget_of(name), schedule=schedule)
     with pytest.raises(InputError, match=said):
       kvjax.prefill(MODEL, PARAMS, prompts, plan)
 
 
 def test_too_much_protection_is_refused_while_decoding():
   prompts = kvjax.Prompts.of([ROWS[0]], protected=[[i < 30 for i in range(61)]])
-  later = kvjax.get_plan("keydiff", kvjax.Tokens(20), kvjax.Schedule(every=4))
+  later = kvjax.get_plan(
+    "keydiff", kvjax.Tokens(20), schedule=kvjax.Schedule(every=4)
+  )
   plan = kvjax.get_plan("snapkv", kvjax.Tokens(40), decoding=later)
   with pytest.raises(InputError, match=r"30 tokens .* and 20 may be kept"):
     kvjax.prefill(MODEL, PARAMS, prompts, plan)

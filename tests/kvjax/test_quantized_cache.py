@@ -403,7 +403,7 @@ def test_what_cannot_be_is_refused_in_one_sentence():
     Plan(keydiff, BUDGET, kv_dtype="int4")
   both = kvjax.Schedule(block=8, every=4)
   with pytest.raises(InputError, match="decoding where they are stored in fp8"):
-    Plan(keydiff, BUDGET, both, kv_dtype="fp8")
+    Plan(keydiff, BUDGET, schedule=both, kv_dtype="fp8")
   with pytest.raises(InputError, match="flat retrieves keys as they were"):
     kvjax.get_plan("flat/keydiff@8", BUDGET, kv_dtype="int8")
   assert kvjax.get_plan("keydiff", BUDGET, kv_dtype="int8").kv_dtype == "int8"

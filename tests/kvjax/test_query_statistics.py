@@ -248,7 +248,7 @@ def test_what_is_written_is_read(tmp_path):
       MODEL,
       PARAMS,
       kvjax.Prompts.of(ROWS),
-      kvjax.get_plan(name, kvjax.Tokens(7), schedule),
+      kvjax.get_plan(name, kvjax.Tokens(7), schedule=schedule),
     )[0]
     for name in names
   )

@@ -68,7 +68,9 @@ def test_a_preset_of_another_class_is_saved_too(registry, tmp_path):
   kvjax.register("quiet", Norm, presets={"loud": Loud()})
   model = TinyModel()
   prompts = kvjax.Prompts.of([list(range(24))])
-  plan = kvjax.get_plan("quiet.loud", kvjax.Tokens(8), kvjax.Schedule(every=4))
+  plan = kvjax.get_plan(
+    "quiet.loud", kvjax.Tokens(8), schedule=kvjax.Schedule(every=4)
+  )
   cache, _ = kvjax.prefill(model, model.init(), prompts, plan)
   kvjax.save_cache(cache, tmp_path / "a", model=model, model_id="tiny")
   loaded = kvjax.load_cache(tmp_path / "a", model=model, model_id="tiny")

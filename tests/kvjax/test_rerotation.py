@@ -112,7 +112,7 @@ def test_a_stream_is_rotated_anew_at_every_step(block):
   decoding = kvjax.Decoding(20)
   for every in (None, 1):
     schedule = kvjax.Schedule(block=block, every=every)
-    plan = Plan(method, BUDGET, schedule)
+    plan = Plan(method, BUDGET, schedule=schedule)
     cache, logits = kvjax.prefill(MODEL, PARAMS, PROMPTS, plan)
     said = completed(MODEL, cache, logits, decoding)
     for row, ids in enumerate(ROWS):
@@ -132,7 +132,7 @@ def test_what_is_renumbered_can_be_protected():
   method = get_method("streaming:rerotate=true")
   mask = [[place in (9, 10) for place in range(len(ids))] for ids in ROWS]
   prompts = kvjax.Prompts.of(ROWS, protected=mask)
-  plan = Plan(method, BUDGET, kvjax.Schedule(block=8, every=1))
+  plan = Plan(method, BUDGET, schedule=kvjax.Schedule(block=8, every=1))
   cache, _ = kvjax.prefill(MODEL, PARAMS, prompts, plan)
   cache = kvjax.reserve(cache, 40)
   cache = kvjax.generate(
@@ -180,7 +180,7 @@ def test_a_stream_has_no_end(schedule):
   method = get_method("streaming:rerotate=true")
   length = 200 if block else 60
   prompts = kvjax.Prompts.of([(list(range(60)) * 4)[:length]])
-  plan = Plan(method, BUDGET, kvjax.Schedule(block=block, every=every))
+  plan = Plan(method, BUDGET, schedule=kvjax.Schedule(block=block, every=every))
   cache, logits = kvjax.prefill(model, PARAMS, prompts, plan)
   decoding = kvjax.Decoding(40)
   said = completed(model, cache, logits, decoding)
@@ -202,6 +202,6 @@ def test_a_model_that_refuses_to_turn_keys_is_refused_at_once():
       raise InputError("It depends on the length.")
 
   method = get_method("streaming:rerotate=true")
-  plan = Plan(method, BUDGET, kvjax.Schedule(every=1))
+  plan = Plan(method, BUDGET, schedule=kvjax.Schedule(every=1))
   with pytest.raises(InputError, match="depends on the length"):
     kvjax.prefill(Dynamic(), PARAMS, PROMPTS, plan)

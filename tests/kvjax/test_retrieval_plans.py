@@ -13,7 +13,9 @@ BUDGET = kvjax.Tokens(10)
   ("make", "sentence"),
   [
     (
-      lambda: kvjax.get_plan("ctkvr", BUDGET, kvjax.Schedule(block=32)),
+      lambda: kvjax.get_plan(
+        "ctkvr", BUDGET, schedule=kvjax.Schedule(block=32)
+      ),
       "ctkvr indexes a whole prompt once; it cannot work with blocks of 32.",
     ),
     (

@@ -153,7 +153,9 @@ def test_decoding_keeps_what_the_paper_keeps():
   method = RKV(window=5, importance=0.3)
 
   def decode(count):
-    later = kvjax.Plan(method, kvjax.Tokens(count), kvjax.Schedule(every=8))
+    later = kvjax.Plan(
+      method, kvjax.Tokens(count), schedule=kvjax.Schedule(every=8)
+    )
     plan = kvjax.get_plan("full", kvjax.Retention(1.0), decoding=later)
     prompts = kvjax.Prompts.of(rows)
     cache, logits = kvjax.prefill(model, params, prompts, plan)

@@ -39,7 +39,7 @@ def prefill(name, schedule, rows=ROWS, model=MODEL, params=PARAMS):
     model,
     params,
     kvjax.Prompts.of(rows, 64),
-    Plan(get_method(name), budget_of(name), schedule),
+    Plan(get_method(name), budget_of(name), schedule=schedule),
   )
 
 
@@ -70,7 +70,7 @@ def test_a_budget_that_holds_everything_changes_nothing(name):
   budget = ALL if name.startswith("lagkv") else kvjax.Tokens(200)
   dense, logits = kvjax.prefill(MODEL, PARAMS, PROMPTS, Plan(FullKV(), ALL))
   cache, own = kvjax.prefill(
-    MODEL, PARAMS, PROMPTS, Plan(method, budget, schedule)
+    MODEL, PARAMS, PROMPTS, Plan(method, budget, schedule=schedule)
   )
   for row in range(3):
     assert kept_positions(cache, row) == kept_positions(dense, row)
@@ -98,7 +98,7 @@ def test_four_devices_equal_one(name):
 
 def test_normalized_attention_evicts_repeatedly():
   plan = kvjax.get_plan(
-    "h2o.kvpress", kvjax.Tokens(20), kvjax.Schedule(block=8, every=1)
+    "h2o.kvpress", kvjax.Tokens(20), schedule=kvjax.Schedule(block=8, every=1)
   )
   cache, _ = kvjax.prefill(MODEL, PARAMS, PROMPTS, plan)
   assert int(cache.lengths.max()) == 20
@@ -128,7 +128,7 @@ def test_memory_in_blocks_is_budget_and_block(name, budget, beside):
   spec = geometry.layers[0]
   model = dataclasses.replace(MODEL, geometry=geometry)
   params = jax.eval_shape(model.init)
-  plan = Plan(get_method(name), budget, kvjax.Schedule(block=block))
+  plan = Plan(get_method(name), budget, schedule=kvjax.Schedule(block=block))
 
   def compiled(length):
     prepared = prepare_repeated(plan, np.array([length]), length, geometry)
@@ -176,7 +176,7 @@ def test_memory_in_blocks_is_budget_and_block(name, budget, beside):
 def test_what_a_paper_does_not_define_is_refused(name, budget, sentence):
   for schedule in (kvjax.Schedule(block=8), kvjax.Schedule(every=1)):
     with pytest.raises(InputError, match=sentence) as caught:
-      kvjax.get_plan(name, budget, schedule)
+      kvjax.get_plan(name, budget, schedule=schedule)
     assert str(caught.value).endswith(".")
 
 
@@ -192,7 +192,7 @@ def test_a_schedule_that_makes_no_sense_is_refused():
 
 
 def test_a_sweep_shares_no_pass_with_blocks():
-  plan = Plan(get_method("keydiff"), BUDGET, kvjax.Schedule(block=8))
+  plan = Plan(get_method("keydiff"), BUDGET, schedule=kvjax.Schedule(block=8))
   with pytest.raises(
     InputError, match=r"plan of blocks of 8 to kvjax\.prefill"
   ):
@@ -209,7 +209,7 @@ def test_rows_of_unequal_budgets_pool_their_own_neighbors():
   def run(rows):
     prompts = kvjax.Prompts.of(rows, 64)
     return kvjax.prefill(
-      MODEL, PARAMS, prompts, Plan(method, budget, schedule)
+      MODEL, PARAMS, prompts, Plan(method, budget, schedule=schedule)
     )[0]
 
   together = run(ROWS)

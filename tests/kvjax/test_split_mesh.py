@@ -33,10 +33,10 @@ PLANS = {
   "evicting": kvjax.get_plan("snapkv:window=5", kvjax.Retention(0.5)),
   "int8": kvjax.get_plan("keydiff", kvjax.Retention(0.5), kv_dtype="int8"),
   "chunks": kvjax.get_plan(
-    "keydiff", kvjax.Tokens(24), kvjax.Schedule(block=16)
+    "keydiff", kvjax.Tokens(24), schedule=kvjax.Schedule(block=16)
   ),
   "blocks": kvjax.get_plan(
-    "keydiff", kvjax.Tokens(24), kvjax.Schedule(block=16, every=4)
+    "keydiff", kvjax.Tokens(24), schedule=kvjax.Schedule(block=16, every=4)
   ),
   "masses": kvjax.get_plan("compactor:chunk=16", kvjax.Retention(0.5)),
   "packed": kvjax.get_plan("ada/snapkv:window=5", kvjax.Retention(0.5)),
@@ -106,7 +106,7 @@ def test_a_group_shares_out_the_slots_of_its_heads(block):
   model = model_of("2")
   rows = [(np.arange(256) % 64).tolist()]
   plan = kvjax.get_plan(
-    "keydiff", kvjax.Tokens(128), kvjax.Schedule(block=block)
+    "keydiff", kvjax.Tokens(128), schedule=kvjax.Schedule(block=block)
   )
   stacks = []
   for axes in ("model:2", "model:4"):

@@ -263,7 +263,9 @@ def test_windows_and_evicting_caches_are_joined():
   params, prompts = model.init(), kvjax.Prompts.of([[*range(5, 60)]] * 4)
   plans = [kvjax.get_plan("keydiff", kvjax.Retention(s)) for s in (0.5, 0.2)]
   every = kvjax.Schedule(every=4)
-  evicting = [kvjax.get_plan("keydiff", kvjax.Tokens(n), every) for n in (9, 8)]
+  evicting = [
+    kvjax.get_plan("keydiff", kvjax.Tokens(n), schedule=every) for n in (9, 8)
+  ]
   caches, _ = kvjax.sweep(model, params, prompts, plans + evicting)
   assert kvjax.group_caches(caches, 2**30) == [[0, 1], [2], [3]]
   alone = [

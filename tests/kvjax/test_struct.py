@@ -36,3 +36,11 @@ def test_a_cache_fits_on_a_screen():
   cache, _ = kvjax.prefill(model, model.init(), prompts, plan)
   assert repr(cache).startswith("Cache(stacks=(LayerCache(keys=float32[2,1,")
   assert len(repr(cache)) < 500
+
+
+def test_a_struct_equals_itself_only():
+  """Its arrays have no truth value; as a key, it stands for itself."""
+  one, other = (Pair((jnp.zeros(3),)) for _ in range(2))
+  assert one == one
+  assert one != other
+  assert {one: 1}[one] == 1

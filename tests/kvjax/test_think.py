@@ -241,7 +241,7 @@ def test_it_combines_with_what_selects_tokens():
       kvjax.Tokens(9),
       {
         "decoding": kvjax.get_plan(
-          "keydiff", kvjax.Tokens(9), kvjax.Schedule(every=4)
+          "keydiff", kvjax.Tokens(9), schedule=kvjax.Schedule(every=4)
         )
       },
       "evictions while decoding",

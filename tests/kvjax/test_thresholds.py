@@ -330,7 +330,9 @@ def test_what_has_no_threshold_is_refused_in_one_sentence(name):
   for schedule in (kvjax.Schedule(block=8), kvjax.Schedule(every=8)):
     refused("tokens are judged once", "kvzip", schedule=schedule)
     refused("tokens are judged once", name, schedule=schedule)
-  later = kvjax.get_plan("keydiff", kvjax.Tokens(8), kvjax.Schedule(every=4))
+  later = kvjax.get_plan(
+    "keydiff", kvjax.Tokens(8), schedule=kvjax.Schedule(every=4)
+  )
   refused("which cannot be evicted from again", name, decoding=later)
   refused("so give it the number of keys", "quest")
   for wrong in ({"least": math.nan}, {"least": 0.0, "window": 0}):

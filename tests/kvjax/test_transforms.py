@@ -51,7 +51,7 @@ def test_caches_share_no_array_with_each_other_or_the_prompts(params):
     jnp.asarray(PROMPTS.tokens), jnp.asarray(PROMPTS.lengths), protected
   )
   plans = [
-    kvjax.get_plan("keydiff", kvjax.Tokens(n), kvjax.Schedule(every=1))
+    kvjax.get_plan("keydiff", kvjax.Tokens(n), schedule=kvjax.Schedule(every=1))
     for n in (20, 24)
   ]
   caches, _ = kvjax.sweep(MODEL, params, prompts, plans)

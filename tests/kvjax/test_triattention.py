@@ -202,7 +202,9 @@ def test_it_evicts_while_decoding_and_keeps_the_prompt(tmp_path):
   prompts = kvjax.Prompts.of(rows, protected=[[True] * 10] * 3)
 
   def generate(count):
-    later = kvjax.get_plan(name, kvjax.Tokens(count), kvjax.Schedule(every=8))
+    later = kvjax.get_plan(
+      name, kvjax.Tokens(count), schedule=kvjax.Schedule(every=8)
+    )
     plan = kvjax.get_plan("full", kvjax.Retention(1.0), decoding=later)
     cache, logits = kvjax.prefill(MODEL, PARAMS, prompts, plan)
     decoding = kvjax.Decoding(8)
@@ -227,7 +229,9 @@ def test_it_evicts_while_decoding_and_keeps_the_prompt(tmp_path):
 
 
 def use(name, model):
-  later = kvjax.get_plan(name, kvjax.Tokens(9), kvjax.Schedule(every=8))
+  later = kvjax.get_plan(
+    name, kvjax.Tokens(9), schedule=kvjax.Schedule(every=8)
+  )
   plan = kvjax.get_plan("full", kvjax.Retention(1.0), decoding=later)
   kvjax.prefill(model, model.init(), kvjax.Prompts.of(ROWS), plan)
 

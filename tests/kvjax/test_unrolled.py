@@ -32,10 +32,12 @@ PLANS = {
   "quantized": kvjax.get_plan("keydiff", HALF, kv_dtype="int8"),
   "pooled": kvjax.get_plan("kvzip:chunk=64", HALF),
   "evicting": kvjax.get_plan(
-    "snapkv:window=4", kvjax.Tokens(16), kvjax.Schedule(every=4)
+    "snapkv:window=4", kvjax.Tokens(16), schedule=kvjax.Schedule(every=4)
   ),
   "renumbering": kvjax.get_plan(
-    "streaming:rerotate=true", kvjax.Tokens(16), kvjax.Schedule(every=4)
+    "streaming:rerotate=true",
+    kvjax.Tokens(16),
+    schedule=kvjax.Schedule(every=4),
   ),
   "retrieving": kvjax.get_plan("ctkvr:sinks=2:local=5", kvjax.Tokens(8)),
   "on the host": kvjax.get_plan(

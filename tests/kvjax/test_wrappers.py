@@ -38,7 +38,9 @@ ROWS = [
   np.random.default_rng(n).integers(0, 64, n).tolist() for n in (61, 40, 17)
 ]
 PROMPTS = kvjax.Prompts.of(ROWS)
-LATER = kvjax.get_plan("h2o", kvjax.Tokens(12), kvjax.Schedule(every=4))
+LATER = kvjax.get_plan(
+  "h2o", kvjax.Tokens(12), schedule=kvjax.Schedule(every=4)
+)
 
 
 def test_the_page_lists_all_prefixes():

@@ -14,7 +14,8 @@ from kvjax.engine.sampling import GREEDY
 from kvjax.errors import InputError
 from kvjax.models.gguf.reader import GgufFile, can_dequantize
 from kvjax.models.gguf.tokenizer import read_tokenizer
-from kvjax.models.pretrained import load, load_decoder, save
+from kvjax.models.pretrained import load, load_decoder
+from kvjax.models.saving import save
 
 LLAMA3 = dict(
   rope_parameters=dict(

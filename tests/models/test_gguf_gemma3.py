@@ -15,7 +15,8 @@ from kvjax.errors import InputError
 from kvjax.models.gguf.metadata import config_fields
 from kvjax.models.gguf.reader import GgufFile, StoredTensor
 from kvjax.models.gguf.tokenizer import read_tokenizer
-from kvjax.models.pretrained import load, load_decoder, save
+from kvjax.models.pretrained import load, load_decoder
+from kvjax.models.saving import save
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "gemma3_270m"
 TEXTS = json.loads((GOLDEN / "texts.json").read_text())

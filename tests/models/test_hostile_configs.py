@@ -14,7 +14,8 @@ from odd_files import ODD, UNDECODED, replace
 from kvjax.engine.sampling import GREEDY
 from kvjax.errors import InputError
 from kvjax.models.config import DecoderConfig
-from kvjax.models.pretrained import load, save
+from kvjax.models.pretrained import load
+from kvjax.models.saving import save
 from kvjax.models.tokenizer import Tokenizer
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "transformers"

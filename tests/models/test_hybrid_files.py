@@ -13,7 +13,8 @@ import kvjax
 from kvjax.cache.sharding import parse_mesh
 from kvjax.errors import InputError
 from kvjax.models import lora
-from kvjax.models.pretrained import load, load_decoder, save
+from kvjax.models.pretrained import load, load_decoder
+from kvjax.models.saving import save
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "transformers"
 WHOLE = "model.safetensors"

@@ -319,7 +319,7 @@ def test_places_do_not_matter_to_a_model_without_rope(tmp_path):
     logits, rows = [], []
     for name in ("streaming", "rerotate/streaming"):
       schedule = kvjax.Schedule(block=8, every=1)
-      plan = kvjax.get_plan(name, kvjax.Tokens(KEPT), schedule)
+      plan = kvjax.get_plan(name, kvjax.Tokens(KEPT), schedule=schedule)
       model, params, cache, last = prefilled(tmp_path, plan)
       logits.append(last)
       decoding = kvjax.Decoding(10)

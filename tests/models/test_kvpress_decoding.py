@@ -115,7 +115,9 @@ def test_schedules_keep_what_kvpress_keeps(
 
   monkeypatch.setattr(decode, "sample", given)
   schedule = kvjax.Schedule(every=INTERVAL)
-  later = kvjax.get_plan(COUNTERPARTS[press], kvjax.Tokens(TARGET), schedule)
+  later = kvjax.get_plan(
+    COUNTERPARTS[press], kvjax.Tokens(TARGET), schedule=schedule
+  )
   plan = kvjax.get_plan("full", kvjax.Retention(1.0), decoding=later)
   raw = press.removeprefix("ordered_")
   # Rows where a tie fell otherwise: what is evicted later saw another cache.

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.models.pretrained import load, save
+from kvjax.models.pretrained import load
+from kvjax.models.saving import save
 from kvjax.testing import kept_positions
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
@@ -217,7 +218,9 @@ def test_another_method_evicts_while_decoding(name, checkpoints):
   """PrefillDecodingPress: SnapKVPress, then KeyDiffPress to 48 tokens."""
   lm = checkpoints[name]
   rows = [tiny_llama.prompt(name, n) for n in LENGTHS]
-  later = kvjax.get_plan("keydiff", kvjax.Tokens(48), kvjax.Schedule(every=8))
+  later = kvjax.get_plan(
+    "keydiff", kvjax.Tokens(48), schedule=kvjax.Schedule(every=8)
+  )
   plan = kvjax.get_plan(
     "snapkv.kvpress:window=16", kvjax.Retention(0.5), decoding=later
   )

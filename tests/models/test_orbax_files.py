@@ -16,7 +16,8 @@ import kvjax
 from kvjax.cache.sharding import parse_mesh
 from kvjax.errors import InputError
 from kvjax.models import orbax_files
-from kvjax.models.pretrained import load, save
+from kvjax.models.pretrained import load
+from kvjax.models.saving import save
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "transformers"
 REFERENCE = pathlib.Path(__file__).parents[2] / "models" / "reference"
@@ -118,7 +119,8 @@ import json, sys
 import jax
 from test_orbax_files import GOLDEN, first_logits
 from kvjax.cache.sharding import parse_mesh
-from kvjax.models.pretrained import load, save
+from kvjax.models.pretrained import load
+from kvjax.models.saving import save
 
 assert len(jax.devices()) == 8
 mesh = parse_mesh("model:2,data:4")

@@ -13,8 +13,9 @@ import kvjax
 from kvjax.cache.sharding import parse_mesh
 from kvjax.checkpoint import saving
 from kvjax.errors import InputError
-from kvjax.models import pretrained
-from kvjax.models.pretrained import FORMATS, load, save
+from kvjax.models import saving as model_saving
+from kvjax.models.pretrained import load
+from kvjax.models.saving import FORMATS, save
 
 MODEL = (
   pathlib.Path(__file__).parents[1] / "golden" / "transformers" / "llama31"
@@ -67,7 +68,7 @@ def save_on_host(folder):
   refused = {}
   with jax.set_mesh(mesh):
     spread = place / "there" / ".." / "spread"
-    with at_last(pretrained, "_describe", wait):
+    with at_last(model_saving, "_describe", wait):
       save(lm, spread, format="orbax")
     equal(load(spread, "float32", mesh).params, lm.params)
     cache = compressed(lm)
@@ -76,7 +77,7 @@ def save_on_host(folder):
     equal(kvjax.load_cache(place / "cache", **tiny), cache)
     for format in FORMATS:
       refused[format] = refusal(save, lm, place / "file", format=format)
-      with at_last(pretrained, "_describe", fail):
+      with at_last(model_saving, "_describe", fail):
         late = place / f"late_{format}"
         refused[f"late {format}"] = refusal(save, lm, late, format=format)
     refused["cache"] = refusal(kvjax.save_cache, cache, place / "file", **tiny)

@@ -22,7 +22,8 @@ from kvjax.errors import InputError
 from kvjax.models import tensor_files, weights
 from kvjax.models.language_model import from_decoder
 from kvjax.models.lora import add_adapters
-from kvjax.models.pretrained import Pretrained, load, load_decoder, save
+from kvjax.models.pretrained import Pretrained, load, load_decoder
+from kvjax.models.saving import save
 from kvjax.models.weights import write_weights
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "transformers"

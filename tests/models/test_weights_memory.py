@@ -16,7 +16,8 @@ from kvjax.cache.sharding import parse_mesh
 from kvjax.models.config import DecoderConfig
 from kvjax.models.decoder import Decoder
 from kvjax.models.language_model import from_decoder
-from kvjax.models.pretrained import Pretrained, load, load_decoder, save
+from kvjax.models.pretrained import Pretrained, load, load_decoder
+from kvjax.models.saving import save
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "transformers"
 SIZES = dict(

@@ -42,7 +42,7 @@ def main(folder: str) -> None:
     assert again.rows() == answer.rows()
 
   schedule = kvjax.Schedule(block=16, every=4)
-  plan = kvjax.get_plan(NAMES[0], kvjax.Tokens(12), schedule)
+  plan = kvjax.get_plan(NAMES[0], kvjax.Tokens(12), schedule=schedule)
   cache, _ = kvjax.prefill(MODEL, PARAMS, PROMPTS, plan)
   kvjax.save_cache(cache, f"{folder}/going_on", **identity)
   cache = kvjax.load_cache(f"{folder}/going_on", **identity)

@@ -147,7 +147,9 @@ def _retained(
   schedule = kvjax.Schedule(block=block)
   return {
     name: _keys(
-      subject, row, kvjax.get_plan(method, kvjax.Tokens(budget), schedule)
+      subject,
+      row,
+      kvjax.get_plan(method, kvjax.Tokens(budget), schedule=schedule),
     )
     for name, method in METHODS.items()
   }
