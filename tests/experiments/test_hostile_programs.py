@@ -62,6 +62,8 @@ def program(monkeypatch):
     with monkeypatch.context() as patched:
       patched.setattr(cli.flags, "FLAGS", given)
       patched.setattr(cli, "_cache_programs", lambda: None)
+      no_plugins = types.SimpleNamespace(value=None)
+      patched.setattr(cli.plugin_inputs, "PLUGINS", no_plugins)
       patched.setattr(exits, "_end", sys.exit)
       patched.setattr(
         app, "run", lambda guarded, flags_parser: guarded(["program"])
