@@ -20,6 +20,12 @@ PLANS = {
   "pyramid": ("pyramidkv:window=5", HALF),
   "in blocks": ("keydiff", SOME, BLOCKS),
   "evicting": ("snapkv:window=5", SOME, kvjax.Schedule(every=4)),
+  "evicting a share": ("h2o", HALF, kvjax.Schedule(every=4)),
+  "evicting by lags": (
+    "lagkv:lag=8:sinks=2",
+    HALF,
+    kvjax.Schedule(block=16, every=4),
+  ),
   "ctkvr": ("ctkvr:sinks=2:local=5:probes=2", kvjax.Tokens(8)),
   "quest": ("quest:dense_layers=", kvjax.Tokens(16)),
 }
