@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection
 from typing import Any, Literal
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
 from kvjax.errors import InputError
 from kvjax.kernels.attention.options import PLAIN, AttentionOptions
@@ -56,6 +56,7 @@ class Activations:
       while decoding always use the model's.
     replayed: score of each token by a replay of the prompt, -1 for tokens that
       are not replayed; given to methods whose traits have a replay.
+    weights: what `Method.load` returns, for all layers; set by the engine.
     attention: window, scale and softcap of the layer; set by the engine.
   """
 
@@ -70,6 +71,7 @@ class Activations:
   sinks: Float[Array, " N"] | None = None
   rerotate: Rerotate | None = static(default=None)
   replayed: Float[Array, "B N S"] | None = None
+  weights: PyTree[Array] = None
   attention: AttentionOptions = static(default=PLAIN)
 
   def only(self, names: Collection[str]) -> "Activations":

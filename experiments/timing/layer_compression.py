@@ -11,7 +11,12 @@ import kvjax
 from kvjax.activations import Activations
 from kvjax.engine.building import CacheBuilder
 from kvjax.engine.compress import Evaluation, evaluate_layer
-from kvjax.engine.evaluate import evaluate_all, find_evaluated, list_evaluations
+from kvjax.engine.evaluate import (
+  evaluate_all,
+  find_evaluated,
+  list_evaluations,
+  load,
+)
 from kvjax.engine.preparing import prepare
 from kvjax.errors import InputError
 from kvjax.experiments.run import stopwatch
@@ -99,7 +104,7 @@ class Compression:
     def compress() -> kvjax.Cache:
       prepared = prepare(plan, prompts, geometry)
       requests = list_evaluations(0, [plan], [prepared], geometry)
-      evaluations = evaluate_all(0, activations, requests, {})
+      evaluations = evaluate_all(0, activations, requests, load(requests), {})
       builder = CacheBuilder(TinyModel(geometry), prepared, None)
       evaluated = find_evaluated(plan, evaluations)
       builder.keep(0, activations.only(()), evaluated)

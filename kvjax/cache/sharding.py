@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import PyTree
 
@@ -195,6 +196,22 @@ def shard_activations(activations: Activations) -> Activations:
     return _constrain_axes(leaf, (DATA,)) if leaf.shape == shape else leaf
 
   return shard_tokens(jax.tree.map(shard, activations), shape)
+
+
+def replicate(arrays: PyTree) -> PyTree:
+  """Copies arrays to the device, or all of them to each device of the mesh.
+
+  Programs that take them for every layer do not copy them every time then.
+  """
+  arrays = jax.tree.map(jnp.asarray, arrays)
+  if jax.sharding.get_abstract_mesh().empty or not jax.tree.leaves(arrays):
+    return arrays
+  return _replicate(arrays)
+
+
+@jax.jit
+def _replicate(arrays: PyTree) -> PyTree:
+  return jax.lax.with_sharding_constraint(arrays, PartitionSpec())
 
 
 def gather_tokens[Tree: PyTree](scores: Tree) -> Tree:

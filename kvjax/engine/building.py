@@ -57,6 +57,7 @@ class CacheBuilder:
     self._model = model
     self._prepared = prepared
     self._protected = protected
+    self._evaluation = Evaluation.of(prepared.plan).without_files()
     self._budgets: list[LayerBudget] | None = None
     specs = model.geometry.layers
     # Layers that evict and layers that never do are in different stacks.
@@ -143,9 +144,7 @@ class CacheBuilder:
     budget = self._budgets[layer]
     if counts is not None:
       budget = dataclasses.replace(budget, counts=counts)
-    return select_layer(
-      Evaluation.of(self._prepared.plan), activations, evaluated, budget
-    )
+    return select_layer(self._evaluation, activations, evaluated, budget)
 
   def cache(self, lengths: Int[Array, " B"]) -> Cache:
     """Returns the cache once all layers have been kept."""

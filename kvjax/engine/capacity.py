@@ -55,7 +55,9 @@ def prepare_decoding(
   plan = cache.plan
   if plan is None or plan.keeps_prompts:
     return None
-  longest = bucket(int(processed.max()) + width + decoding.max_new_tokens)
+  # The parts, not their sum: rows of one bucket then share programs.
+  padded = bucket(int(processed.max()))
+  longest = padded + width + decoding.rounded.max_new_tokens
   return prepare_repeated(plan, processed, longest, model.geometry)
 
 

@@ -63,6 +63,14 @@ class Evaluation(NamedTuple):
       None if later is None else later.method,
     )
 
+  def without_files(self) -> "Evaluation":
+    """What compiled programs know it by, whatever its methods' files are."""
+    observer = self.observer
+    return self._replace(
+      method=self.method.without_files(),
+      observer=None if observer is None else observer.without_files(),
+    )
+
 
 @struct
 class Evaluated:

@@ -8,7 +8,12 @@ from jaxtyping import Array, Bool, PyTree
 from kvjax.activations import Activations
 from kvjax.engine.building import CacheBuilder
 from kvjax.engine.compress import Evaluation
-from kvjax.engine.evaluate import Evaluations, evaluate_all, find_evaluated
+from kvjax.engine.evaluate import (
+  Evaluations,
+  Loaded,
+  evaluate_all,
+  find_evaluated,
+)
 from kvjax.engine.layer_budgets import compressed_layers
 from kvjax.engine.plans import Plan
 from kvjax.engine.prepared import PreparedPlan
@@ -74,9 +79,19 @@ class Deferred:
     self._layers[layer] = DeferredLayer(activations, requests, evaluations)
 
   def replay(
-    self, model: Model, params: PyTree, prompts: Prompts
+    self,
+    model: Model,
+    params: PyTree,
+    prompts: Prompts,
+    loaded: Mapping[Evaluation, Loaded],
   ) -> Iterator[tuple[Activations, Evaluations]]:
     """Replays the prompts and evaluates all layers that wait for it.
+
+    Args:
+      model: the functions.
+      params: the weights.
+      prompts: the prompts.
+      loaded: what the evaluations have in files.
 
     Yields:
       Each layer's activations and its new evaluations.
@@ -99,7 +114,7 @@ class Deferred:
         assert replay is not None
         replayed = found.get(number, {}).get(replay)
         seen = dataclasses.replace(layer.activations, replayed=replayed)
-        one = evaluate_all(number, seen, {evaluation: scored}, latest)
+        one = evaluate_all(number, seen, {evaluation: scored}, loaded, latest)
         new = {**new, **one}
       latest = {**latest, **new}
       layer.evaluations = {**layer.evaluations, **new}

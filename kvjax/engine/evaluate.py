@@ -1,11 +1,14 @@
 """Evaluation of a layer by the methods of several plans."""
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
+from jaxtyping import Array, PyTree
 
 from kvjax.activations import Activations
+from kvjax.cache.sharding import replicate
 from kvjax.engine.compress import Evaluated, Evaluation, evaluate_layer
 from kvjax.engine.layer_budgets import compresses
 from kvjax.engine.plans import Plan
@@ -15,6 +18,26 @@ from kvjax.model import Geometry
 # Results of the evaluations of a layer, with the number of the layer that was
 # evaluated.
 Evaluations = Mapping[Evaluation, tuple[int, Evaluated]]
+
+
+class Loaded(NamedTuple):
+  """An evaluation as compiled programs take it.
+
+  Attributes:
+    known_as: the evaluation without the names of files.
+    weights: what the method's files have.
+  """
+
+  known_as: Evaluation
+  weights: PyTree[Array]
+
+
+def load(evaluations: Iterable[Evaluation]) -> Mapping[Evaluation, Loaded]:
+  """Reads what the methods of evaluations have in files, for all layers."""
+  return {
+    each: Loaded(each.without_files(), replicate(each.method.load()))
+    for each in evaluations
+  }
 
 
 def list_evaluations(
@@ -57,9 +80,18 @@ def evaluate_all(
   layer: int,
   activations: Activations,
   requests: Mapping[Evaluation, bool],
+  loaded: Mapping[Evaluation, Loaded],
   previous: Evaluations,
 ) -> Evaluations:
-  """Evaluates a layer, or reuses the evaluation of the layer it copies."""
+  """Evaluates a layer, or reuses the evaluation of the layer it copies.
+
+  Args:
+    layer: index of the layer in the model.
+    activations: its activations.
+    requests: the evaluations, and whether each needs scores.
+    loaded: what these have in files.
+    previous: evaluations of earlier layers.
+  """
   evaluations = {}
   for evaluation, scored in requests.items():
     traits = evaluation.method.traits
@@ -71,10 +103,14 @@ def evaluate_all(
     if copies and evaluation.observer is None:
       evaluations[evaluation] = previous[evaluation]
       continue
+    known_as, weights = loaded[evaluation]
+    seen = activations.only(traits.activations)
+    if weights is not None:
+      evaluation.method.check_activations(seen)
     evaluated = evaluate_layer(
-      evaluation,
+      known_as,
       np.int32(layer),
-      activations.only(traits.activations),
+      dataclasses.replace(seen, weights=weights),
       scored=scored and not copies,
     )
     if copies:

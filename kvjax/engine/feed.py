@@ -14,7 +14,6 @@ from kvjax.cache.layers import LayerCache
 from kvjax.engine.compress import arrange_for, evict_layer
 from kvjax.engine.forward import Place, States, block_positions, run_layers
 from kvjax.engine.model_layers import attach_rotation
-from kvjax.engine.plans import Plan
 from kvjax.engine.prepared import PreparedPlan
 from kvjax.model import LayerSpec, Model
 
@@ -118,7 +117,7 @@ def evict_all(model: Model, prepared: PreparedPlan, cache: Cache) -> Cache:
       spec: LayerSpec = spec,
     ) -> Any:
       layer: LayerCache = stack.at(index)
-      block = _empty_block(model, prepared.plan, layer, spec)
+      block = _empty_block(model, prepared, layer, spec)
       number, capacity = numbers[index], min(prepared.capacity, layer.capacity)
       budget = prepared.budget(number, capacity, cache.protected)
 
@@ -135,7 +134,7 @@ def evict_all(model: Model, prepared: PreparedPlan, cache: Cache) -> Cache:
 
 
 def _empty_block(
-  model: Model, plan: Plan, cache: LayerCache, spec: LayerSpec
+  model: Model, prepared: PreparedPlan, cache: LayerCache, spec: LayerSpec
 ) -> Activations:
   """Makes activations of a layer for a block without tokens.
 
@@ -153,5 +152,7 @@ def _empty_block(
     # They are stored once per row.
     sinks=None if sinks is None else sinks[0],
     attention=spec.attention,
+    weights=prepared.weights,
   )
-  return attach_rotation(model, spec, block).only(plan.activations)
+  names = prepared.plan.activations
+  return attach_rotation(model, spec, block).only(names)

@@ -75,6 +75,7 @@ class PreparedPlan:
     compressed: per layer, whether the method evicts there.
     max_keys: maximum number of keys that any row retrieves.
     pool: pages per layer, if layers share a pool of them; else 0.
+    weights: what a method that evicts repeatedly has in files.
   """
 
   counts: Int[Array, "L B"] | Int[np.ndarray, "L B"]
@@ -88,6 +89,7 @@ class PreparedPlan:
   compressed: tuple[bool, ...] = static()
   max_keys: int = static(default=0)
   pool: int = static(default=0)
+  weights: PyTree[Array] = None
 
   @property
   def waits(self) -> bool:

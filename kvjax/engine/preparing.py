@@ -7,6 +7,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from kvjax.allocation.base import Sizes
+from kvjax.cache.sharding import replicate
 from kvjax.calibration.record import Calibrated
 from kvjax.engine.layer_budgets import (
   budget_sizes,
@@ -174,6 +175,7 @@ def prepare_repeated(
     num_keys=None,
     parts=None,
     shares=None,
+    weights=replicate(plan.method.load()),
     plan=plan,
     capacities=(capacity,) * layers,
     keeps_all=(False,) * layers,

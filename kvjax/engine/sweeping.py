@@ -26,6 +26,7 @@ from kvjax.engine.evaluate import (
   evaluate_all,
   find_evaluated,
   list_evaluations,
+  load,
 )
 from kvjax.engine.plans import Plan
 from kvjax.engine.prepared import PreparedPlan
@@ -132,6 +133,7 @@ class _Sweep:
     }
     self._waiting = [n for n in range(len(plans)) if n not in self._builders]
     self._deferred = Deferred([plans[index] for index in self._waiting])
+    self._loaded = load(dict.fromkeys(map(Evaluation.of, plans)))
     self._latest: Evaluations = {}
     self._shapes: dict[Evaluation, list[Float[Array, "3 B"]]] = {
       evaluation: [] for evaluation in requested.scores
@@ -174,7 +176,9 @@ class _Sweep:
     )
     later = {e: scored for e, scored in requests.items() if replay_of(e)}
     now = {e: requests[e] for e in requests if e not in later}
-    evaluations = evaluate_all(layer, activations, now, self._latest)
+    evaluations = evaluate_all(
+      layer, activations, now, self._loaded, self._latest
+    )
     # A layer may copy a selection across layers that evict nothing.
     self._latest = {**self._latest, **evaluations}
     self._add_shapes(activations, evaluations)
@@ -187,7 +191,9 @@ class _Sweep:
 
   def replay(self, params: PyTree) -> None:
     """Replays the prompts, for methods that score by a replay."""
-    layers = self._deferred.replay(self._model, params, self._prompts)
+    layers = self._deferred.replay(
+      self._model, params, self._prompts, self._loaded
+    )
     for activations, evaluations in layers:
       self._add_shapes(activations, evaluations)
 
@@ -199,7 +205,9 @@ class _Sweep:
       if evaluation in evaluations and evaluations[evaluation][1].has_scores:
         evaluated = evaluations[evaluation][1]
         found.append(
-          shape_of_scores(evaluation, activations.only(()), evaluated)
+          shape_of_scores(
+            self._loaded[evaluation].known_as, activations.only(()), evaluated
+          )
         )
 
   def measure(

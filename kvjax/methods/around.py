@@ -1,6 +1,7 @@
-"""Methods that change what happens to the tokens that another one selects."""
+"""Methods that use another method."""
 
 import dataclasses
+from typing import Self
 
 from jaxtyping import Array, Int, PyTree
 
@@ -11,23 +12,40 @@ from kvjax.model import Geometry
 
 
 @dataclasses.dataclass(frozen=True)
-class Around(Method):
-  """Selects what another method selects.
+class Using(Method):
+  """A method that uses another one, with its files.
 
   Attributes:
-    over: the method that selects.
+    over: the other method.
   """
 
   over: Method
+
+  def check_model(self, geometry: Geometry) -> None:
+    """Refuses what the method refuses."""
+    self.over.check_model(geometry)
+
+  def check_activations(self, activations: Activations) -> None:
+    """Refuses what the method refuses."""
+    self.over.check_activations(activations)
+
+  def load(self) -> PyTree:
+    """Returns the method's arrays."""
+    return self.over.load()
+
+  def without_files(self) -> Self:
+    """Uses the method without the names of its files."""
+    return dataclasses.replace(self, over=self.over.without_files())
+
+
+@dataclasses.dataclass(frozen=True)
+class Around(Using):
+  """Selects what another method selects, to which something else happens."""
 
   @property
   def allocation(self) -> Allocation:
     """The method's allocation."""
     return self.over.allocation
-
-  def check_model(self, geometry: Geometry) -> None:
-    """Refuses what the method refuses."""
-    self.over.check_model(geometry)
 
   def observe(
     self, layer: Int[Array, ""], cache: LayerCache, activations: Activations

@@ -2,8 +2,9 @@
 
 import abc
 import dataclasses
-from typing import final
+from typing import Self, final
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
@@ -58,6 +59,37 @@ class Method(abc.ABC):
       InputError: they are of other layers or heads.
     """
     del geometry
+
+  def check_activations(self, activations: Activations) -> None:
+    """Refuses a layer that the method's files are not for; by default none.
+
+    Raises:
+      InputError: they are for other sizes.
+    """
+    del activations
+
+  def load(self) -> PyTree:
+    """Returns the arrays of the method's files; by default there are none.
+
+    The engine gives them to `evaluate`, which gets them by `weights_of`. Arrays
+    that it read itself would be constants of every compiled program.
+    """
+    return None
+
+  @final
+  def weights_of(self, activations: Activations) -> PyTree[Array]:
+    """Returns what `load` does, as arguments of the program if it has them."""
+    if activations.weights is not None:
+      return activations.weights
+    return jax.tree.map(jnp.asarray, self.load())
+
+  def without_files(self) -> Self:
+    """Returns the method without the names of files that `load` reads.
+
+    Compiled programs know a method by this, so that methods which differ in
+    nothing but their files share them. By default, it is the method itself.
+    """
+    return self
 
   def observe(
     self, layer: Int[Array, ""], cache: LayerCache, activations: Activations

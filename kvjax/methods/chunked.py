@@ -12,16 +12,16 @@ from kvjax.cache.layers import LayerCache
 from kvjax.errors import InputError
 from kvjax.kernels.chunks import by_chunk
 from kvjax.kernels.select import slots_to_mask
-from kvjax.methods.base import LayerBudget, Method
+from kvjax.methods.around import Using
+from kvjax.methods.base import LayerBudget
 from kvjax.methods.traits import Traits
-from kvjax.model import Geometry
 from kvjax.names import name_of
 from kvjax.options.bounds import check_least
 from kvjax.selection import mask_to_slots
 
 
 @dataclasses.dataclass(frozen=True)
-class Chunked(Method):
+class Chunked(Using):
   """Compresses each chunk of a prompt by another method, independently.
 
   To the method, a chunk is a prompt of its own: its statistics, its last
@@ -38,7 +38,6 @@ class Chunked(Method):
     length: tokens per chunk; the last one may be shorter.
   """
 
-  over: Method
   length: int = 1024
 
   def __post_init__(self) -> None:
@@ -72,10 +71,6 @@ class Chunked(Method):
   def allocation(self) -> PerChunk:
     """A share of each chunk."""
     return PerChunk(self.length)
-
-  def check_model(self, geometry: Geometry) -> None:
-    """Refuses what the method refuses."""
-    self.over.check_model(geometry)
 
   def evaluate(
     self, layer: Int[Array, ""], cache: LayerCache, activations: Activations

@@ -11,9 +11,9 @@ from kvjax.activations import Activations
 from kvjax.cache.layers import LayerCache
 from kvjax.errors import InputError
 from kvjax.kernels.select import slots_to_mask
-from kvjax.methods.base import LayerBudget, Method, ScoringMethod
+from kvjax.methods.around import Using
+from kvjax.methods.base import LayerBudget, ScoringMethod
 from kvjax.methods.traits import Traits
-from kvjax.model import Geometry
 from kvjax.names import name_of
 from kvjax.options.bounds import check_least, check_share
 from kvjax.selection import finite, floor_share, top_slots
@@ -35,7 +35,7 @@ class CriticalScores(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Critical(Method):
+class Critical(Using):
   """Selects by another method's scores, then by these times projected values.
 
   A share of the budget goes to the highest scores s. The rest goes to the
@@ -55,7 +55,6 @@ class Critical(Method):
       decimals, and at least one token unless it is 0.
   """
 
-  over: Method
   epsilon: float = 1e-4
   first_stage: float = 0.5
 
@@ -91,10 +90,6 @@ class Critical(Method):
     """The inner method."""
     assert isinstance(self.over, ScoringMethod)
     return self.over
-
-  def check_model(self, geometry: Geometry) -> None:
-    """Refuses what the inner method refuses."""
-    self.over.check_model(geometry)
 
   def evaluate(
     self, layer: Int[Array, ""], cache: LayerCache, activations: Activations

@@ -1,10 +1,11 @@
 """Expected Attention: keep what later queries are expected to attend to."""
 
 import dataclasses
+from typing import Self
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from kvjax.activations import Activations
 from kvjax.cache.layers import LayerCache
@@ -75,6 +76,14 @@ class ExpectedAttention(ScoringMethod):
       self._stored.check(geometry, "query_mean", per_query_head=True)
       self._stored.check(geometry, "query_cov", per_query_head=True)
 
+  def load(self) -> PyTree[Array]:
+    """Returns the statistics, if a file is named."""
+    return self._stored.weights if self.statistics else None
+
+  def without_files(self) -> Self:
+    """Names no file."""
+    return dataclasses.replace(self, statistics="")
+
   def scores(
     self, layer: Int[Array, ""], cache: LayerCache, activations: Activations
   ) -> Float[Array, "B K T"]:
@@ -116,10 +125,10 @@ class ExpectedAttention(ScoringMethod):
     self, layer: Int[Array, ""], activations: Activations
   ) -> tuple[Float[Array, "#B N D"], Float[Array, "#B N D D"] | None]:
     """Mean and covariance of the queries at position 0."""
-    if self.statistics:
+    weights = self.weights_of(activations)
+    if weights is not None:
       mean, covariance = (
-        self._stored.layer(name, layer)[None]
-        for name in ("query_mean", "query_cov")
+        weights[name][layer][None] for name in ("query_mean", "query_cov")
       )
       return mean, covariance if self.covariance else None
     positions = activations.positions

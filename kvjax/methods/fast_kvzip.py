@@ -42,6 +42,7 @@ class FastKVzip(GatedMethod):
   recent: float = 0.02
   window: int = 4096
 
+  kind: ClassVar[type[FastKVzipGate]] = FastKVzipGate
   missing: ClassVar[str] = (
     "Fast KVzip scores tokens by learned gates; give their file, as in "
     "fast_kvzip:gate=FILE, which its authors publish."
@@ -51,10 +52,6 @@ class FastKVzip(GatedMethod):
     super().__post_init__()
     check_least(self, sinks=0, window=1)
     check_share(self, "recent")
-
-  def read(self) -> FastKVzipGate:
-    """Reads the file."""
-    return FastKVzipGate.read(self.gate)
 
   @property
   def score_range(self) -> tuple[float, float]:

@@ -56,15 +56,14 @@ class FastKVzipGate(Gate):
 
   @classmethod
   def read(cls, path: str) -> "FastKVzipGate":
-    """Reads a file once per process.
+    """Reads a file; see `read_once`.
 
     Args:
       path: a file of https://huggingface.co/Jang-Hyun/Fast-KVzip, such as
         qwen3-8b/q4_dim16_sink16.pt, or a folder with one such file.
 
     Raises:
-      InputError: there is no such file, it has no such weights, or it has
-        changed since.
+      InputError: there is no such file, or it has no such weights.
     """
     return read_once(str(_file(path)), _read)
 
@@ -79,27 +78,23 @@ class FastKVzipGate(Gate):
     return int(self.weights["b"].shape[1])
 
   @property
-  def group(self) -> int:
-    """G, queries per KV head."""
-    return int(self.weights["b"].shape[3])
-
-  @property
   def width(self) -> int:
     """E, width of the layers' inputs."""
     return int(self.weights["q_proj.weight"].shape[2])
 
-  def predict(
-    self, layer: Int[Array, ""], inputs: Float[Array, "B S E"]
-  ) -> Float[Array, "B K S"]:
-    """Computes the scores of tokens in a layer, in float32.
+  @property
+  def arrays(self) -> Any:
+    """The weights."""
+    return dict(self.weights)
 
-    Raises:
-      InputError: the inputs have another width.
-    """
-    self.check_width(inputs)
-    of_layer = {n: jnp.asarray(w)[layer] for n, w in self.weights.items()}
+  @staticmethod
+  def predict(
+    weights: Any, layer: Int[Array, ""], inputs: Float[Array, "B S E"]
+  ) -> Float[Array, "B K S"]:
+    """Computes the scores of tokens in a layer, in float32."""
+    of_layer = {n: w[layer] for n, w in weights.items()}
     inputs = inputs.astype(jnp.float32)
-    heads, group = self.heads, self.group
+    heads, _, group = of_layer["b"].shape
     size = of_layer["q_norm.weight"].shape[0]
     queries = jnp.einsum("bse,pe->bsp", inputs, of_layer["q_proj.weight"])
     queries = queries + of_layer["q_proj.bias"][None, None]

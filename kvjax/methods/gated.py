@@ -2,10 +2,11 @@
 
 import abc
 import dataclasses
-from typing import ClassVar
+import functools
+from typing import Any, ClassVar, Self
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
 from kvjax.activations import Activations
 from kvjax.allocation.base import Allocation
@@ -13,6 +14,7 @@ from kvjax.cache.layers import LayerCache
 from kvjax.errors import InputError
 from kvjax.methods.base import ScoringMethod
 from kvjax.methods.kvzip import Level, shared_by
+from kvjax.methods.stored import on_device
 from kvjax.methods.traits import Traits
 from kvjax.model import Geometry
 
@@ -41,18 +43,32 @@ class Gate(abc.ABC):
   def width(self) -> int:
     """E, width of the layers' inputs."""
 
+  @property
+  @abc.abstractmethod
+  def arrays(self) -> PyTree:
+    """The weights of all layers, as `predict` takes them."""
+
+  @functools.cached_property
+  def on_device(self) -> PyTree[Array]:
+    """The weights on the device."""
+    return on_device(self.arrays)
+
+  @classmethod
+  @abc.abstractmethod
+  def read(cls, path: str) -> Self:
+    """Reads the files; see `read_once`."""
+
+  @staticmethod
   @abc.abstractmethod
   def predict(
-    self, layer: Int[Array, ""], inputs: Float[Array, "B S E"]
+    weights: Any, layer: Int[Array, ""], inputs: Float[Array, "B S E"]
   ) -> Float[Array, "B K S"]:
     """Predicts the scores of tokens in a layer, in float32.
 
     Args:
+      weights: `arrays` of a gate, in a program that gates of one size share.
       layer: index of the layer.
       inputs: the layer's normalized inputs.
-
-    Raises:
-      InputError: the inputs have another width.
     """
 
   def check(self, geometry: Geometry) -> None:
@@ -90,35 +106,32 @@ class GatedMethod(ScoringMethod):
   Attributes:
     gate: where the weights of the model's gates are.
     level: heads that share a budget; see `KVzip`.
+    kind: the gates.
   """
 
   gate: str = ""
   level: Level = "model"
 
+  kind: ClassVar[type[Gate]]
   # What is said where no weights are named.
   missing: ClassVar[str]
 
   def __post_init__(self) -> None:
     super().__post_init__()
     if self.gate:
-      _ = self.weights
+      _ = self.read()
 
-  @abc.abstractmethod
   def read(self) -> Gate:
-    """Reads the weights, once per process."""
-
-  @property
-  def weights(self) -> Gate:
-    """The weights.
+    """Reads the weights, unless they have been read.
 
     Raises:
       InputError: none are named, or they cannot be read.
     """
     if not self.gate:
       raise InputError(self.missing)
-    return self.read()
+    return self.kind.read(self.gate)
 
-  @property
+  @functools.cached_property
   def traits(self) -> Traits:
     """It reads the layers' inputs."""
     return Traits(
@@ -139,14 +152,28 @@ class GatedMethod(ScoringMethod):
 
   def check_model(self, geometry: Geometry) -> None:
     """Refuses a model with other layers or KV heads than the weights."""
-    self.weights.check(geometry)
+    self.read().check(geometry)
+
+  def check_activations(self, activations: Activations) -> None:
+    """Refuses inputs of another width than the weights'."""
+    assert activations.inputs is not None
+    self.read().check_width(activations.inputs)
+
+  def load(self) -> PyTree[Array]:
+    """Returns the weights."""
+    return self.read().on_device
+
+  def without_files(self) -> Self:
+    """Names no gate."""
+    return dataclasses.replace(self, gate="")
 
   def scores(
     self, layer: Int[Array, ""], cache: LayerCache, activations: Activations
   ) -> Float[Array, "B K T"]:
     """Predicts the scores of the tokens."""
     assert activations.inputs is not None
-    scores = self.weights.predict(layer, activations.inputs)
+    weights = self.weights_of(activations)
+    scores = self.kind.predict(weights, layer, activations.inputs)
     # Query heads that store keys of their own have the score of their group.
     groups = cache.keys.shape[1] // scores.shape[1]
     return jnp.repeat(scores, groups, axis=1)

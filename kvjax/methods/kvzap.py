@@ -30,16 +30,13 @@ class KVzap(GatedMethod):
       none, so that each "head" keeps as many tokens.
   """
 
+  kind: ClassVar[type[KVzapGate]] = KVzapGate
   missing: ClassVar[str] = (
     "KVzap scores tokens by learned weights; give their folder, as in "
     "kvzap:gate=DIR, which kvjax train_gate writes."
   )
 
-  def read(self) -> KVzapGate:
-    """Reads the folder."""
-    return KVzapGate.read(self.gate)
-
   @property
   def score_range(self) -> tuple[float, float]:
     """That of the texts which the weights were tested with, if it is known."""
-    return self.read().score_range if self.gate else _ANY
+    return self.kind.read(self.gate).score_range if self.gate else _ANY

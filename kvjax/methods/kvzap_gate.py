@@ -51,11 +51,10 @@ class KVzapGate(Gate):
 
   @classmethod
   def read(cls, path: str) -> "KVzapGate":
-    """Reads a folder once per process.
+    """Reads a folder; see `read_once`.
 
     Raises:
-      InputError: there are no such files, they do not fit each other, or they
-        have changed since.
+      InputError: there are no such files, or they do not fit each other.
     """
     return read_once(path, _read, beside=(CONFIG,))
 
@@ -74,20 +73,21 @@ class KVzapGate(Gate):
     """K, number of KV heads."""
     return int(self.steps[-1][0].shape[1])
 
-  def predict(
-    self, layer: Int[Array, ""], inputs: Float[Array, "B S E"]
-  ) -> Float[Array, "B K S"]:
-    """Predicts the scores of tokens in a layer, in float32.
+  @property
+  def arrays(self) -> Any:
+    """The steps."""
+    return self.steps
 
-    Raises:
-      InputError: the inputs have another width.
-    """
-    self.check_width(inputs)
+  @staticmethod
+  def predict(
+    weights: Any, layer: Int[Array, ""], inputs: Float[Array, "B S E"]
+  ) -> Float[Array, "B K S"]:
+    """Predicts the scores of tokens in a layer, in float32."""
     found = inputs.astype(jnp.float32)
-    for number, (weights, biases) in enumerate(self.steps):
+    for number, (matrix, biases) in enumerate(weights):
       found = found if number == 0 else jax.nn.gelu(found, approximate=False)
-      found = jnp.einsum("bsi,oi->bso", found, jnp.asarray(weights)[layer])
-      found = found + jnp.asarray(biases)[layer][None, None]
+      found = jnp.einsum("bsi,oi->bso", found, matrix[layer])
+      found = found + biases[layer][None, None]
     return jnp.swapaxes(found, 1, 2)
 
   def save(self, folder: pathlib.Path) -> None:

@@ -1,9 +1,10 @@
 """Q-Filters: keep keys that point where a head's queries do."""
 
 import dataclasses
+from typing import Self
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from kvjax.activations import Activations
 from kvjax.cache.layers import LayerCache
@@ -60,16 +61,25 @@ class QFilters(ScoringMethod):
     if self.filters:
       self._stored.check(geometry, _NAME, per_query_head=False)
 
+  def load(self) -> PyTree[Array]:
+    """Returns the filters, if a file is named."""
+    return self._stored.weights if self.filters else None
+
+  def without_files(self) -> Self:
+    """Names no file."""
+    return dataclasses.replace(self, filters="")
+
   def scores(
     self, layer: Int[Array, ""], cache: LayerCache, activations: Activations
   ) -> Float[Array, "B K T"]:
     """Computes the products of keys with minus the filter of their head."""
     kv_heads, dim = cache.keys.shape[1], cache.keys.shape[3]
-    if self.filters:
-      filters = self._stored.layer(_NAME, layer)[None]
+    weights = self.weights_of(activations)
+    if weights is not None:
+      filters = weights[_NAME][layer][None]
       if kv_heads % filters.shape[1] or dim != filters.shape[2]:
         raise InputError(
-          f"{self.filters} is of another model: its filters are for "
+          f"The filters are of another model: they are for "
           f"{filters.shape[1]} KV heads of {filters.shape[2]} numbers, and "
           f"this layer has {kv_heads} of {dim}."
         )

@@ -8,10 +8,11 @@ import pathlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import safetensors
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, PyTree
 
 from kvjax.errors import InputError
 from kvjax.files import check_regular, reason
@@ -32,7 +33,7 @@ class Stored:
 
   @classmethod
   def read(cls, path: str, expected: Mapping[str, int]) -> "Stored":
-    """Reads a file of safetensors once per process.
+    """Reads a file of safetensors; see `read_once`.
 
     Args:
       path: the file, or a folder with one named model.safetensors.
@@ -44,9 +45,11 @@ class Stored:
     """
     return read_once(path, _read, tuple(sorted(expected.items())))
 
-  def layer(self, name: str, layer: Int[Array, ""]) -> Float[Array, "*D"]:
-    """Returns an array of one layer."""
-    return jnp.asarray(self.arrays[name])[layer]
+  @functools.cached_property
+  def weights(self) -> Mapping[str, Array]:
+    """The arrays on the device."""
+    arrays: Mapping[str, Array] = on_device(dict(self.arrays))
+    return arrays
 
   def check(
     self, geometry: Geometry, name: str, *, per_query_head: bool
@@ -89,10 +92,7 @@ def read_once[Read](
   *arguments: Any,
   beside: tuple[str, ...] = (),
 ) -> Read:
-  """Reads a file of arrays once per process.
-
-  Compiled programs contain the arrays and know a method by the name of its file
-  alone, so that the file must stay as it is.
+  """Reads a file of arrays, once for as long as it does not change.
 
   Args:
     path: the file, or a folder with one named model.safetensors.
@@ -101,31 +101,26 @@ def read_once[Read](
     beside: names of the other files of its folder that it reads.
 
   Raises:
-    InputError: there is no such file, or one has changed since.
+    InputError: there is no such file.
   """
   file = pathlib.Path(path)
   # Of a name that is too long, `is_dir` would raise an error.
   file = file / "model.safetensors" if os.path.isdir(file) else file
   paths = (file, *map(file.with_name, beside))
+  # Before it is read: what is written meanwhile is read the next time.
   stamps = tuple(map(_stamp, paths))
-  absolute = tuple(map(os.path.abspath, paths))
-  found, read_at = _read_and_stamp(absolute, read, arguments)
-  for changed, before, now in zip(paths, read_at, stamps, strict=True):
-    if before != now:
-      raise InputError(
-        f"{changed} has changed since it was read; write what is changed to a "
-        "file of another name or in another folder."
-      )
+  absolute = os.path.abspath(file)
+  key = (absolute, read, arguments)
+  before, found = _READ.get(key, ((), None))
+  if before != stamps:
+    found = read(pathlib.Path(absolute), *arguments)
+    _READ[key] = stamps, found
   result: Read = found
   return result
 
 
-@functools.cache
-def _read_and_stamp(
-  paths: tuple[str, ...], read: Callable[..., Any], arguments: tuple[Any, ...]
-) -> tuple[Any, tuple[tuple[int, int], ...]]:
-  stamps = tuple(_stamp(pathlib.Path(path)) for path in paths)
-  return read(pathlib.Path(paths[0]), *arguments), stamps
+# By file and how it is read: its times and sizes, and what was read.
+_READ: dict[Any, tuple[tuple[tuple[int, int], ...], Any]] = {}
 
 
 def _stamp(file: pathlib.Path) -> tuple[int, int]:
@@ -139,6 +134,12 @@ def _stamp(file: pathlib.Path) -> tuple[int, int]:
   except OSError as error:
     raise InputError(f"{file} cannot be read: {reason(error)}.") from error
   return status.st_mtime_ns, status.st_size
+
+
+def on_device(arrays: PyTree) -> PyTree[Array]:
+  """Copies arrays to the device, also while a program is traced."""
+  with jax.ensure_compile_time_eval():
+    return jax.tree.map(jnp.asarray, arrays)
 
 
 @contextlib.contextmanager

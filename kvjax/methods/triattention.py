@@ -1,11 +1,11 @@
 """TriAttention: keep keys that a model's queries look for at their distance."""
 
 import dataclasses
-from typing import Literal
+from typing import Literal, Self
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from kvjax.activations import Activations, Rerotate
 from kvjax.cache.layers import LayerCache
@@ -90,6 +90,14 @@ class TriAttention(Method):
       for name in (CENTER, LENGTHS):
         self._stored.check(geometry, name, per_query_head=True)
 
+  def load(self) -> PyTree[Array]:
+    """Returns the statistics, if a file is named."""
+    return self._stored.weights if self.statistics else None
+
+  def without_files(self) -> Self:
+    """Names no file."""
+    return dataclasses.replace(self, statistics="")
+
   def evaluate(
     self, layer: Int[Array, ""], cache: LayerCache, activations: Activations
   ) -> Float[Array, "B K G T"]:
@@ -145,11 +153,9 @@ class TriAttention(Method):
     self, layer: Int[Array, ""], activations: Activations
   ) -> tuple[Float[Array, "#B N D"], Float[Array, "#B N D"]]:
     """Centers of the queries at position 0, and the lengths of their pairs."""
-    if self.statistics:
-      stored = self._stored
-      return stored.layer(CENTER, layer)[None], stored.layer(LENGTHS, layer)[
-        None
-      ]
+    weights = self.weights_of(activations)
+    if weights is not None:
+      return weights[CENTER][layer][None], weights[LENGTHS][layer][None]
     positions = activations.positions[:, None]
     queries = activations.queries.astype(jnp.float32)
     counted = (positions >= 0)[..., None]

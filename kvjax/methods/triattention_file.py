@@ -18,7 +18,7 @@ _PARTS = ("q_mean_real", "q_mean_imag", "q_abs_mean")
 
 
 def read_statistics(path: str) -> Stored:
-  """Reads the statistics of all layers and query heads once per process.
+  """Reads the statistics of all layers and query heads; see `read_once`.
 
   Args:
     path: a file of `kvjax.calibrate_queries`, a folder with one, or a file

@@ -12,9 +12,9 @@ from kvjax.cache.layers import LayerCache
 from kvjax.errors import InputError
 from kvjax.kernels.chunks import by_chunk
 from kvjax.kernels.select import among_largest
-from kvjax.methods.base import LayerBudget, Method
+from kvjax.methods.around import Using
+from kvjax.methods.base import LayerBudget
 from kvjax.methods.traits import Traits
-from kvjax.model import Geometry
 from kvjax.names import name_of
 from kvjax.options.bounds import check_least
 from kvjax.selection import mask_to_slots
@@ -38,7 +38,7 @@ class RanksGroups(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class WholeChunks(Method):
+class WholeChunks(Using):
   """Keeps the chunks with the highest mean score of another method.
 
   Scores are summed over the heads of a layer, which all keep the same tokens,
@@ -55,7 +55,6 @@ class WholeChunks(Method):
     chunk: tokens per chunk.
   """
 
-  over: Method
   chunk: int = 20
 
   def __post_init__(self) -> None:
@@ -88,10 +87,6 @@ class WholeChunks(Method):
   def allocation(self) -> WholeChunkCounts:
     """A number of whole chunks."""
     return WholeChunkCounts(self.chunk)
-
-  def check_model(self, geometry: Geometry) -> None:
-    """Refuses what the method refuses."""
-    self.over.check_model(geometry)
 
   def evaluate(
     self, layer: Int[Array, ""], cache: LayerCache, activations: Activations

@@ -20,10 +20,17 @@ PLANS = {
   "pyramid": ("pyramidkv:window=5", HALF),
   "in blocks": ("keydiff", SOME),
   "evicting": ("snapkv:window=5", SOME),
+  "evicting a share": ("h2o", HALF),
+  "evicting by lags": ("lagkv:lag=8:sinks=2", HALF),
   "ctkvr": ("ctkvr:sinks=2:local=5:probes=2", kvjax.Tokens(8)),
   "quest": ("quest:dense_layers=", kvjax.Tokens(16)),
 }
-SCHEDULES = {"in blocks": BLOCKS, "evicting": kvjax.Schedule(every=4)}
+SCHEDULES = {
+  "in blocks": BLOCKS,
+  "evicting": kvjax.Schedule(every=4),
+  "evicting a share": kvjax.Schedule(every=4),
+  "evicting by lags": kvjax.Schedule(block=16, every=4),
+}
 
 
 def plan_of(name):

@@ -3,6 +3,7 @@
 import jax
 import numpy as np
 import pytest
+from made_up_gates import made_up_kvzap
 from mesh_answers import answered, assert_same
 from processes import call_with_devices
 
@@ -24,6 +25,7 @@ PLANS = {
   "keydiff": kvjax.get_plan("keydiff", HALF),
   "ada/snapkv": kvjax.get_plan("ada/snapkv:window=5", HALF),
   "kvzip": kvjax.get_plan("kvzip:chunk=32", HALF),
+  "kvzap": kvjax.get_plan(f"kvzap:gate={made_up_kvzap(32, 4, 2)}", HALF),
   "protokv": kvjax.get_plan("protokv:window=5:tokens_per_prototype=4", HALF),
   "ctkvr": kvjax.get_plan("ctkvr:sinks=2:local=5:probes=2", kvjax.Tokens(8)),
   "evicting": kvjax.get_plan(

@@ -20,6 +20,8 @@ from made_up_gates import (
 
 import kvjax
 from kvjax.cache.layers import LayerCache
+from kvjax.engine import compress
+from kvjax.engine import evaluate as evaluating
 from kvjax.errors import InputError
 from kvjax.methods import FastKVzip
 from kvjax.methods.kvzap_gate import KVzapGate
@@ -196,17 +198,38 @@ def test_files_that_do_not_fit_are_refused_in_one_sentence(tmp_path):
 
 
 @pytest.mark.parametrize("changed", ["config.json", "model.safetensors"])
-def test_a_folder_that_has_changed_is_refused(changed, tmp_path):
+def test_a_folder_that_has_changed_is_read_again(changed, tmp_path):
   sizes = (WIDTH, KV_HEADS, LAYERS)
   path = write_kvzap(tmp_path, *sizes, score_range=[-9, -1])
-  assert KVzapGate.read(path).score_range == (-9, -1)
+  plan = kvjax.get_plan(f"kvzap:gate={path}", SEVEN)
+  prompts = kvjax.Prompts.of(ROWS)
+
+  def kept(plan):
+    cache, _ = kvjax.prefill(MODEL, PARAMS, prompts, plan)
+    return [kept_positions(cache, row) for row in range(len(ROWS))]
+
+  before = kept(plan)
+  read = KVzapGate.read(path)
+  assert read.score_range == (-9, -1)
+  assert KVzapGate.read(path) is read
   if changed == "config.json":
     config = (tmp_path / changed).read_text()
     (tmp_path / changed).write_text(config.replace("-9", "-19"))
   else:
-    safetensors.numpy.save_file(kvzap_tensors(*sizes, 5), tmp_path / changed)
-  with pytest.raises(InputError, match=f"{changed} has changed since it was"):
-    KVzapGate.read(path)
+    safetensors.numpy.save_file(
+      kvzap_tensors(*sizes, seed=5), tmp_path / changed
+    )
+  assert KVzapGate.read(path) is not read
+  if changed == "config.json":
+    assert KVzapGate.read(path).score_range == (-19, -1)
+    return
+  # Also by a plan that was made before it.
+  elsewhere = write_kvzap(tmp_path / "new", *sizes)
+  safetensors.numpy.save_file(
+    kvzap_tensors(*sizes, seed=5), tmp_path / "new" / changed
+  )
+  fresh = kept(kvjax.get_plan(f"kvzap:gate={elsewhere}", SEVEN))
+  assert kept(plan) == fresh != before
 
 
 def fast_in_float64(weights, inputs):
@@ -337,3 +360,37 @@ def test_files_of_fast_kvzip_that_do_not_fit_are_refused(tmp_path):
   refused(written(torch_bytes({"module": many})), "than the file holds")
   good = torch_bytes({"module": fast_kvzip_layers(WIDTH, KV_HEADS, LAYERS)})
   refused(written(good[: len(good) // 2]), "is no file that torch.save")
+
+
+def test_programs_have_no_weights_and_gates_of_one_size_share_them(
+  tmp_path, monkeypatch
+):
+  """Of an 8B model, a gate has hundreds of megabytes."""
+  paths = [
+    write_kvzap(tmp_path / name, WIDTH, KV_HEADS, LAYERS, 300)
+    for name in ("one", "other")
+  ]
+  tensors = kvzap_tensors(WIDTH, KV_HEADS, LAYERS, 300, seed=1)
+  other = tmp_path / "other" / "model.safetensors"
+  safetensors.numpy.save_file(tensors, other)
+  lowered, evaluate = [], compress.evaluate_layer
+  methods = []
+
+  def watched(evaluation, *arguments, scored):
+    methods.append(evaluation.method)
+    lowered.append(evaluate.lower(evaluation, *arguments, scored=scored))
+    return evaluate(evaluation, *arguments, scored=scored)
+
+  monkeypatch.setattr(evaluating, "evaluate_layer", watched)
+  plans = [kvjax.get_plan(f"kvzap:gate={path}", SEVEN) for path in paths]
+  jax.clear_caches()
+  kept = []
+  for plan in plans:
+    cache, _ = kvjax.prefill(MODEL, PARAMS, kvjax.Prompts.of(ROWS), plan)
+    kept.append([kept_positions(cache, row) for row in range(len(ROWS))])
+  assert kept[0] != kept[1]
+  assert len({*methods}) == 1
+  assert evaluate._cache_size() == 1
+  for each in lowered:
+    assert len(each.as_text()) < 60_000, "weights are arguments"
+    assert f"tensor<{LAYERS}x300x{WIDTH}xf32>" in each.as_text()

@@ -11,6 +11,8 @@ import safetensors.numpy
 
 import kvjax
 from kvjax.cache.layers import LayerCache
+from kvjax.engine import blocks
+from kvjax.engine import generate as generating
 from kvjax.engine.rerotation import LayerRotation
 from kvjax.errors import InputError
 from kvjax.methods import ExpectedAttention, QFilters
@@ -294,9 +296,45 @@ def test_files_that_do_not_fit_are_refused_in_one_sentence(tmp_path, path):
   refused(f"qfilters:filters={flat}", "with 3 axes")
   odd = wrong(4, q_filters=np.full((LAYERS, KV_HEADS, DIM), np.nan))
   refused(f"qfilters:filters={odd}", "must be finite")
-  kvjax.get_method(f"qfilters:filters={path}")
-  safetensors.numpy.save_file(drawn(more=np.ones(3)), path)
-  refused(f"qfilters:filters={path}", "has changed since it was read")
+
+
+def test_a_file_that_has_changed_is_read_again(tmp_path, path):
+  method = kvjax.get_method(f"qfilters:filters={path}")
+  before = scores(method, seen())
+  changed = drawn()
+  changed["q_filters"] *= -2
+  safetensors.numpy.save_file(changed | {"more": np.ones(3)}, path)
+  np.testing.assert_array_equal(scores(method, seen()), -2 * before)
+
+
+@pytest.mark.parametrize("block", [None, 8])
+def test_programs_that_evict_repeatedly_have_no_statistics(
+  block, path, monkeypatch
+):
+  """The block's program is that of the prompt, and the other one decodes."""
+  lowered = []
+
+  def watch(program):
+    def call(*arguments, **named):
+      lowered.append(program.lower(*arguments, **named).as_text())
+      return program(*arguments, **named)
+
+    return call
+
+  for name in ("_generate_and_discard", "_generate_and_keep"):
+    monkeypatch.setattr(generating, name, watch(vars(generating)[name]))
+  monkeypatch.setattr(blocks, "_prefill_blocks", watch(blocks._prefill_blocks))
+  later = kvjax.Schedule(block=block, every=4)
+  plan = kvjax.get_plan(f"qfilters:filters={path}", kvjax.Tokens(9), later)
+  prompts = kvjax.Prompts.of(ROWS)
+  cache, logits = kvjax.prefill(MODEL, PARAMS, prompts, plan)
+  kvjax.generate(MODEL, PARAMS, cache, logits, kvjax.Decoding(6))
+  assert len(lowered) == (1 if block is None else 2)
+  shape = f"tensor<{LAYERS}x{KV_HEADS}x{DIM}xf32>"
+  for program in lowered:
+    found = [line for line in program.splitlines() if shape in line]
+    assert found
+    assert not [line for line in found if "constant dense" in line]
 
 
 def test_texts_that_say_nothing_are_refused():
