@@ -2,7 +2,7 @@
 
 import abc
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,22 @@ from kvjax.struct import replace, tree_bytes
 Index = Int[Array, ""] | None
 # Maps a layer to what attention reads in its place: rerotated keys, say.
 Arrange = Callable[[Any], Any]
+
+
+class LayerSizes(NamedTuple):
+  """What a layer of a cache and one of a model have in common.
+
+  Attributes:
+    kv_heads: K.
+    key_width: D.
+    value_width: Dv.
+    window: tokens of a sliding window; None without one.
+  """
+
+  kv_heads: int
+  key_width: int
+  value_width: int
+  window: int | None = None
 
 
 class Layer(abc.ABC):
@@ -45,6 +61,11 @@ class Layer(abc.ABC):
   @abc.abstractmethod
   def capacity(self) -> int | None:
     """Number of slots for appended tokens, filled or not; None for no limit."""
+
+  @property
+  @abc.abstractmethod
+  def sizes(self) -> LayerSizes:
+    """Heads and widths of a layer, whatever it stores of them."""
 
   @property
   @abc.abstractmethod

@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.activations import Activations
-from kvjax.cache.base import AXES, Arrange, Index, Layer, host_copy
+from kvjax.cache.base import AXES, Arrange, Index, Layer, LayerSizes, host_copy
 from kvjax.cache.observation import ObservationWindow
 from kvjax.kernels.attention import Partial, attention, partial_attention
 from kvjax.kernels.gather import compact
@@ -50,6 +50,16 @@ class Slots(Layer):
   def capacity(self) -> int:
     """T, the number of slots."""
     return self.positions.shape[-1]
+
+  @property
+  def sizes(self) -> LayerSizes:
+    """Those of its arrays."""
+    keys, values = (
+      x.qvalue if isinstance(x, Quantized) else x
+      for x in (self.keys, self.values)
+    )
+    kv_heads = self.positions.shape[-2]
+    return LayerSizes(kv_heads, keys.shape[-1], values.shape[-1])
 
   @property
   def next_slot(self) -> Int[Array, "*L"]:

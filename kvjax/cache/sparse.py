@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 
 from kvjax.activations import Activations
-from kvjax.cache.base import Arrange, Index, Layer
+from kvjax.cache.base import Arrange, Index, Layer, LayerSizes
 from kvjax.cache.index import LayerIndex
 from kvjax.cache.layers import LayerCache, attend_partially
 from kvjax.cache.ranked import attend_to_ranked
@@ -101,6 +101,11 @@ class SparseLayer(Layer):
   def capacity(self) -> int:
     """Slots for appended tokens, filled or not."""
     return self.resident.capacity + self.spare
+
+  @property
+  def sizes(self) -> LayerSizes:
+    """Those of the resident slots."""
+    return self.resident.sizes
 
   @property
   def next_slot(self) -> Int[Array, "*L"]:

@@ -5,7 +5,7 @@ from typing import Self
 from jaxtyping import Array, Float, Int
 
 from kvjax.activations import Activations
-from kvjax.cache.base import Index, Layer
+from kvjax.cache.base import Index, Layer, LayerSizes
 from kvjax.cache.layers import Slots
 from kvjax.kernels.attention import (
   Partial,
@@ -30,6 +30,11 @@ class TailedLayer(Layer):
   def capacity(self) -> int:
     """Slots of the tail, where new tokens are written."""
     return self.tail.capacity
+
+  @property
+  def sizes(self) -> LayerSizes:
+    """Those of the tail, which has all heads and channels."""
+    return self.tail.sizes
 
   @property
   def next_slot(self) -> Int[Array, "*L"]:

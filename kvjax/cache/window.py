@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.activations import Activations
-from kvjax.cache.base import Index, Layer, host_copy
+from kvjax.cache.base import Index, Layer, LayerSizes, host_copy
 from kvjax.kernels.attention import merge, partial_attention, with_sinks
 from kvjax.struct import struct
 
@@ -51,6 +51,12 @@ class WindowLayer(Layer):
   def capacity(self) -> None:
     """None: any number of tokens can be appended."""
     return
+
+  @property
+  def sizes(self) -> LayerSizes:
+    """Those of its arrays."""
+    *_, kv_heads, window, key_width = self.keys.shape
+    return LayerSizes(kv_heads, key_width, self.values.shape[-1], window)
 
   @property
   def next_slot(self) -> Int[Array, "*L"]:

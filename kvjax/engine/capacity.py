@@ -3,19 +3,16 @@
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kvjax.cache.base import Layer
+from kvjax.cache.base import LayerSizes
 from kvjax.cache.cache import Cache, check_not_donated
-from kvjax.cache.window import WindowLayer
 from kvjax.engine.decode import Decoding, check_decoding
 from kvjax.engine.prepared import PreparedPlan
 from kvjax.engine.preparing import max_span, prepare_repeated
 from kvjax.errors import InputError
 from kvjax.hosts import read
-from kvjax.kernels.quantized import Quantized
 from kvjax.model import (
   Model,
   Vocabulary,
@@ -144,12 +141,11 @@ def check_cache(model: Model, cache: Cache) -> None:
       f"The cache has {len(cache.order)} layers and the model {len(layers)}; "
       "use the model that made it."
     )
-  # Shapes alone: counting the tokens would read all positions.
-  found = [_sizes_of(stack) for stack in cache.stacks]
+  found = [stack.sizes for stack in cache.stacks]
   for layer, (spec, stack) in enumerate(zip(layers, cache.order, strict=True)):
     sizes = None if stack < 0 else found[stack]
     expected = [
-      (heads, spec.key_dim, spec.value_width, spec.window)
+      LayerSizes(heads, spec.key_dim, spec.value_width, spec.window)
       for heads in (spec.kv_heads, spec.heads)
     ]
     if sizes not in (expected if spec.cache else [None]):
@@ -160,32 +156,15 @@ def check_cache(model: Model, cache: Cache) -> None:
       )
 
 
-def _describe(sizes: tuple[int, int, int, int | None] | None) -> str:
+def _describe(sizes: LayerSizes | None) -> str:
   if sizes is None:
     return "no keys"
-  heads, key_width, value_width, window = sizes
+  window = sizes.window
   within = "" if window is None else f", in a window of {window},"
-  return f"{heads} KV heads of widths {key_width} and {value_width}{within}"
-
-
-def _sizes_of(stack: Layer) -> tuple[int, int, int, int | None]:
-  """KV heads, widths of keys and values, and the window if it has one."""
-  widths: list[tuple[int, int]] = []
-
-  def look(part: Any) -> Any:
-    keys, values = (
-      x.qvalue if isinstance(x, Quantized) else x
-      for x in (part.keys, part.values)
-    )
-    widths.append((keys.shape[-1], values.shape[-1]))
-    return part
-
-  stack.map_slots(look)
-  heads = jax.eval_shape(lambda stack: stack.lengths, stack).shape[-1]
-  window = None
-  if isinstance(stack, WindowLayer):
-    window = stack.positions.shape[-1]
-  return heads, *widths[0], window
+  return (
+    f"{sizes.kv_heads} KV heads of widths {sizes.key_width} and "
+    f"{sizes.value_width}{within}"
+  )
 
 
 def check_prompts(

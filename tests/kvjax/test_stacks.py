@@ -110,6 +110,21 @@ def same(found, expected):
     np.testing.assert_allclose(one, other, rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_stack_has_the_sizes_of_its_layers(kind, monkeypatch):
+  """Without a look at its tokens, as every turn asks for them."""
+  prompt = random_activations(0, LENGTHS, PADDED)
+  layer = jax.jit(lambda prompt: KINDS[kind](prompt).grow(STEPS))(prompt)
+  stack = jax.tree.map(lambda x: x[None], on_device(layer))
+  heads, dim = layer.lengths.shape[-1], prompt.keys.shape[-1]
+  window = 16 if kind == "local" else None
+  expected = (heads, dim, prompt.values.shape[-1], window)
+  for name in ("eval_shape", "jit"):
+    monkeypatch.setattr(jax, name, None)
+  with jax.disable_jit(), jax.transfer_guard("disallow"):
+    assert layer.sizes == stack.sizes == expected
+
+
 @pytest.mark.parametrize(
   ("plan", "most"),
   [("adakv", 1), ("ctkvr", 1), ("ctkvr:offload=true", 1), ("pyramidkv", 8)],
