@@ -120,7 +120,7 @@ def test_an_allocation_evaluates_and_selects_its_own_way(schedule):
 
   def kept(*allocations):
     plans = [
-      kvjax.Plan(KeyL2Norm(), FOUR, schedule, allocation=allocation)
+      kvjax.Plan(KeyL2Norm(), FOUR, schedule=schedule, allocation=allocation)
       for allocation in allocations
     ]
     if schedule.is_whole_prompt:

@@ -243,7 +243,7 @@ def test_a_selection_is_copied_past_a_window_while_another_method_observes():
   model = TinyModel(Geometry((local, other, other), 4096))
   prompts, params = kvjax.Prompts.of(ROWS), model.init()
   name = "chunkkv:window=4:chunk=4:layer_reuse=3"
-  later = kvjax.get_plan("h2o", BUDGET, kvjax.Schedule(every=4))
+  later = kvjax.get_plan("h2o", BUDGET, schedule=kvjax.Schedule(every=4))
   alone, then = (
     kvjax.get_plan(name, BUDGET, decoding=decoding)
     for decoding in (None, later)

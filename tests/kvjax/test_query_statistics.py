@@ -325,7 +325,9 @@ def test_programs_that_evict_repeatedly_have_no_statistics(
     monkeypatch.setattr(generating, name, watch(vars(generating)[name]))
   monkeypatch.setattr(blocks, "_prefill_blocks", watch(blocks._prefill_blocks))
   later = kvjax.Schedule(block=block, every=4)
-  plan = kvjax.get_plan(f"qfilters:filters={path}", kvjax.Tokens(9), later)
+  plan = kvjax.get_plan(
+    f"qfilters:filters={path}", kvjax.Tokens(9), schedule=later
+  )
   prompts = kvjax.Prompts.of(ROWS)
   cache, logits = kvjax.prefill(MODEL, PARAMS, prompts, plan)
   kvjax.generate(MODEL, PARAMS, cache, logits, kvjax.Decoding(6))
