@@ -142,7 +142,7 @@ class Pretrained:
 
     Args:
       max_new_tokens: maximum number of tokens of an answer.
-      sampling: how tokens are drawn; `sampling` is the model's own.
+      sampling: how tokens are drawn; `self.sampling` is the model's own.
 
     Raises:
       InputError: as for `kvjax.Decoding`, or the model has no tokenizer.

@@ -45,7 +45,7 @@ def draw(compared: PaperComparison) -> dict[str, Figure]:
   Bars are 95 % intervals. The paper's numbers are shown at its own scale only.
   """
   size = compared.comparison.size
-  if size is not None:
+  if size is not None and compared.sizes:
     panel = _Panel(size.name, compared.sizes, size.guides)
     return {"by_size": _draw(compared, [panel], by_line=True)}
   headline = next(iter(compared.averages), None)

@@ -56,7 +56,10 @@ class Preemption:
 
   def noticed(self) -> bool:
     """Whether to stop here, with nothing to save; all hosts must call it."""
-    return self._came if multihost.count() == 1 else self._ask(0.0)[0]
+    if multihost.count() == 1:
+      return self._came
+    exits.POSTPONED.set()
+    return self._ask(0.0)[0]
 
   def saved(self) -> None:
     """Lets SIGTERM end a program on one host: there is nothing to lose.

@@ -16,7 +16,6 @@ from kvjax.experiments.timing import layer_compression
 from kvjax.experiments.timing.layer_compression import Operation
 from kvjax.model import Geometry
 
-# Of the picture, in inches and points.
 # The layer's attention to its own prompt, beside methods.
 ATTENTION = "attention"
 

@@ -203,9 +203,10 @@ def replicate(arrays: PyTree) -> PyTree:
 
   Programs that take them for every layer do not copy them every time then.
   """
-  arrays = jax.tree.map(jnp.asarray, arrays)
-  if jax.sharding.get_abstract_mesh().empty or not jax.tree.leaves(arrays):
+  if not jax.tree.leaves(arrays):
     return arrays
+  if jax.sharding.get_abstract_mesh().empty:
+    return jax.tree.map(jnp.asarray, arrays)
   return _replicate(arrays)
 
 

@@ -387,11 +387,7 @@ class SparseLayer(Layer):
     return broadcast_budget(self.count, kv_heads, self.most)
 
   def _store(self, positions: Int[Array, " B"]) -> Store:
-    """The stored tokens, and the resident ones that will be stored later.
-
-    Args:
-      positions: of the token that retrieves; it sees no later token.
-    """
+    """The stored tokens, and those that will be, up to these positions."""
     store = Store(None, self.stored.valid)
     if not self.retrieval.ring_size:
       return store

@@ -47,6 +47,7 @@ class Method(abc.ABC):
     """Method whose scores heads compete by for a budget; None for no scores."""
     return None
 
+  @final
   @property
   def ranks_slots(self) -> bool:
     """Whether the scores that heads may compete by also select their slots."""
@@ -63,6 +64,8 @@ class Method(abc.ABC):
   def check_activations(self, activations: Activations) -> None:
     """Refuses a layer that the method's files are not for; by default none.
 
+    It is called where whole prompts are evaluated.
+
     Raises:
       InputError: they are for other sizes.
     """
@@ -71,8 +74,10 @@ class Method(abc.ABC):
   def load(self) -> PyTree:
     """Returns the arrays of the method's files; by default there are none.
 
-    The engine gives them to `evaluate`, which gets them by `weights_of`. Arrays
-    that it read itself would be constants of every compiled program.
+    The engine copies them to its devices, and gives them to `evaluate`, which
+    gets them by `weights_of`. Arrays that it read itself would be constants of
+    every compiled program. It is called for every prefill, and for every answer
+    if the method evicts meanwhile, so files should be read once.
     """
     return None
 

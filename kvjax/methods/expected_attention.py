@@ -76,9 +76,9 @@ class ExpectedAttention(ScoringMethod):
       self._stored.check(geometry, "query_mean", per_query_head=True)
       self._stored.check(geometry, "query_cov", per_query_head=True)
 
-  def load(self) -> PyTree[Array]:
+  def load(self) -> PyTree:
     """Returns the statistics, if a file is named."""
-    return self._stored.weights if self.statistics else None
+    return dict(self._stored.arrays) if self.statistics else None
 
   def without_files(self) -> Self:
     """Names no file."""

@@ -2,7 +2,6 @@
 
 import abc
 import dataclasses
-import functools
 from typing import Any, ClassVar, Self
 
 import jax.numpy as jnp
@@ -14,7 +13,6 @@ from kvjax.cache.layers import LayerCache
 from kvjax.errors import InputError
 from kvjax.methods.base import ScoringMethod
 from kvjax.methods.kvzip import Level, shared_by
-from kvjax.methods.stored import on_device
 from kvjax.methods.traits import Traits
 from kvjax.model import Geometry
 
@@ -47,11 +45,6 @@ class Gate(abc.ABC):
   @abc.abstractmethod
   def arrays(self) -> PyTree:
     """The weights of all layers, as `predict` takes them."""
-
-  @functools.cached_property
-  def on_device(self) -> PyTree[Array]:
-    """The weights on the device."""
-    return on_device(self.arrays)
 
   @classmethod
   @abc.abstractmethod
@@ -131,7 +124,7 @@ class GatedMethod(ScoringMethod):
       raise InputError(self.missing)
     return self.kind.read(self.gate)
 
-  @functools.cached_property
+  @property
   def traits(self) -> Traits:
     """It reads the layers' inputs."""
     return Traits(
@@ -159,9 +152,9 @@ class GatedMethod(ScoringMethod):
     assert activations.inputs is not None
     self.read().check_width(activations.inputs)
 
-  def load(self) -> PyTree[Array]:
+  def load(self) -> PyTree:
     """Returns the weights."""
-    return self.read().on_device
+    return self.read().arrays
 
   def without_files(self) -> Self:
     """Names no gate."""

@@ -61,9 +61,9 @@ class QFilters(ScoringMethod):
     if self.filters:
       self._stored.check(geometry, _NAME, per_query_head=False)
 
-  def load(self) -> PyTree[Array]:
+  def load(self) -> PyTree:
     """Returns the filters, if a file is named."""
-    return self._stored.weights if self.filters else None
+    return dict(self._stored.arrays) if self.filters else None
 
   def without_files(self) -> Self:
     """Names no file."""

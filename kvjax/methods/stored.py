@@ -2,17 +2,13 @@
 
 import contextlib
 import dataclasses
-import functools
 import os
 import pathlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import safetensors
-from jaxtyping import Array, PyTree
 
 from kvjax.errors import InputError
 from kvjax.files import check_regular, reason
@@ -44,12 +40,6 @@ class Stored:
         other axes or numbers that are not finite.
     """
     return read_once(path, _read, tuple(sorted(expected.items())))
-
-  @functools.cached_property
-  def weights(self) -> Mapping[str, Array]:
-    """The arrays on the device."""
-    arrays: Mapping[str, Array] = on_device(dict(self.arrays))
-    return arrays
 
   def check(
     self, geometry: Geometry, name: str, *, per_query_head: bool
@@ -134,12 +124,6 @@ def _stamp(file: pathlib.Path) -> tuple[int, int]:
   except OSError as error:
     raise InputError(f"{file} cannot be read: {reason(error)}.") from error
   return status.st_mtime_ns, status.st_size
-
-
-def on_device(arrays: PyTree) -> PyTree[Array]:
-  """Copies arrays to the device, also while a program is traced."""
-  with jax.ensure_compile_time_eval():
-    return jax.tree.map(jnp.asarray, arrays)
 
 
 @contextlib.contextmanager

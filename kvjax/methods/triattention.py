@@ -90,9 +90,9 @@ class TriAttention(Method):
       for name in (CENTER, LENGTHS):
         self._stored.check(geometry, name, per_query_head=True)
 
-  def load(self) -> PyTree[Array]:
+  def load(self) -> PyTree:
     """Returns the statistics, if a file is named."""
-    return self._stored.weights if self.statistics else None
+    return dict(self._stored.arrays) if self.statistics else None
 
   def without_files(self) -> Self:
     """Names no file."""

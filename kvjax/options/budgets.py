@@ -117,8 +117,8 @@ Budget = Tokens | Retention
 def as_budget[B](budget: float | B) -> Budget | B:
   """Returns the budget that a number stands for; any other as it is.
 
-  A float is the share that is kept and an integer is a number of tokens, also
-  wherever else a budget is given: in `kvjax.get_plan`, `kvjax.Plan`,
+  A float is the share that is kept and an integer is a number of tokens. This
+  holds wherever a budget is given: in `kvjax.get_plan`, `kvjax.Plan`,
   `kvjax.PerLayer` and `kvjax.SparseAttention`. So 1.0 keeps everything, and the
   integer 1, which may be meant as a share, is refused.
 

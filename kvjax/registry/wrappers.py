@@ -118,9 +118,11 @@ def _check_spread(base: str, inner: Recipe, label: str) -> None:
   """Refuses to spread a budget that cannot be spread, or is already."""
   over = inner.allocation or inner.method.allocation
   if over.spreads_layers:
+    pyramid = base == "ada" and isinstance(over, Pyramid)
+    advice = "; write pyramid/ada/NAME for both" if pyramid else ""
     raise InputError(
       f"The budget of {label} cannot be spread unevenly over layers or heads: "
-      "its layers have their shares; write pyramid/ada/NAME for both."
+      f"its layers have their shares{advice}."
     )
   if base == "ada" and over.ragged:
     raise InputError(

@@ -22,7 +22,7 @@ from kvjax.checkpoint import trees as saved_trees
 from kvjax.checkpoint.saving import load_cache, save_cache
 from kvjax.errors import InputError
 from kvjax.methods import HeadwiseMethod
-from kvjax.registry.registry import METHODS
+from kvjax.registry.registry import METHODS, RETRIEVALS, recipe_of
 from kvjax.struct import STRUCTS, class_name, make, replace, static, struct
 from kvjax.testing import TinyModel, kept_positions, poison_cache
 
@@ -208,7 +208,9 @@ def test_files_that_name_modules_are_read(cache, tmp_path):
 
 def test_the_classes_of_kvjax_have_names_of_their_own():
   """Names in files have no module, so that classes may move."""
-  known = {*saved_trees._known().values()}
+  made = [recipe_of(made).method for made in METHODS.all_made()]
+  made += RETRIEVALS.all_made()
+  known = {*STRUCTS.values(), *saved_trees._PARTS, *map(type, made)}
   own = [cls for cls in known if cls.__module__.startswith("kvjax.")]
   assert len({cls.__qualname__ for cls in own}) == len(own) > 60
   with pytest.raises(TypeError, match=r"kvjax\.prompts has a struct Prompts"):
