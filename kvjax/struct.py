@@ -14,18 +14,17 @@ def static(**kwargs: Any) -> Any:
   return dataclasses.field(metadata={"static": True}, **kwargs)
 
 
-@dataclass_transform(
-  eq_default=False, frozen_default=True, field_specifiers=(static,)
-)
+@dataclass_transform(frozen_default=True, field_specifiers=(static,))
 def struct[T](cls: type[T]) -> type[T]:
   """Makes `cls` a frozen dataclass registered as a pytree.
 
   Unflattening bypasses `__init__`: JAX fills trees with tracers, `None` and
   sentinels, which a runtime type checker on the constructor would refuse. Its
-  `repr` shows arrays by dtype and shape, as a cache has millions of numbers. It
-  equals itself only: arrays have no single truth value to compare by.
+  `repr` shows arrays by dtype and shape, as a cache has millions of numbers. Its
+  equality is for trees of shapes, which programs are known by; arrays have no
+  single truth value to compare by.
   """
-  cls = dataclasses.dataclass(frozen=True, repr=False, eq=False)(cls)
+  cls = dataclasses.dataclass(frozen=True, repr=False)(cls)
   cls.__repr__ = _repr  # type: ignore[method-assign]
   fields = dataclasses.fields(cls)  # type: ignore[arg-type]
   children = tuple(f.name for f in fields if not f.metadata.get("static"))

@@ -281,7 +281,7 @@ def test_padding_takes_no_position_of_a_replay(padded):
   with pytest.warns(kvjax.InputWarning, match="do not say how"):
     cache, _ = kvjax.prefill(model, model.init(), prompts, plan)
   assert sum(map(len, kept_positions(cache, 0)[0])) == 2 * 15
-  prompts = kvjax.Prompts.of([[*range(31)]], padded=padded)
+  prompts = kvjax.Prompts.of([[*range(31)]], padded=padded + 1)
   with (
     pytest.warns(kvjax.InputWarning),
     pytest.raises(InputError, match=r"with 31 tokens to replay .* has 62 "),
