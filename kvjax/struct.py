@@ -20,8 +20,8 @@ def struct[T](cls: type[T]) -> type[T]:
 
   Unflattening bypasses `__init__`: JAX fills trees with tracers, `None` and
   sentinels, which a runtime type checker on the constructor would refuse. Its
-  `repr` shows arrays by dtype and shape, as a cache has millions of numbers. Its
-  equality is for trees of shapes, which programs are known by; arrays have no
+  `repr` shows arrays by dtype and shape, as a cache has millions of numbers.
+  Equality is for trees of shapes, which programs are known by; arrays have no
   single truth value to compare by.
   """
   cls = dataclasses.dataclass(frozen=True, repr=False)(cls)
