@@ -95,7 +95,7 @@ def test_the_extremes_keep_everything_and_the_ends():
 def test_a_budget_is_still_shared_by_all_layers():
   plan = kvjax.get_plan(NAME, kvjax.Retention(0.5))
   assert plan.spread.whole_model
-  with pytest.raises(InputError, match="ada"):
+  with pytest.raises(InputError, match="cannot be spread unevenly"):
     kvjax.get_plan(f"ada/{NAME}", kvjax.Retention(0.5))
 
 
