@@ -54,8 +54,8 @@ class Adaptive(Allocation):
     check_share(self, "alpha")
     if self.over.ragged:
       raise InputError(
-        f"{type(self.over).__name__} gives heads shares of its own; give "
-        f"{type(self).__name__} an allocation whose heads keep as many."
+        f"{type(self.over).__name__} gives heads unequal shares already; give "
+        f"{type(self).__name__} one whose heads keep equally many tokens."
       )
 
   @property
@@ -65,7 +65,7 @@ class Adaptive(Allocation):
 
   @property
   def spreads_layers(self) -> bool:
-    """Whether the inner allocation does."""
+    """Whether the inner allocation spreads budgets over layers."""
     return self.over.spreads_layers
 
   @property

@@ -49,8 +49,8 @@ class Pyramid(Allocation):
     check_least(self, beta=1)
     if self.over.spreads_layers:
       raise InputError(
-        f"{type(self.over).__name__} gives layers shares of its own; give "
-        f"{type(self).__name__} an allocation whose layers keep as many."
+        f"{type(self.over).__name__} gives layers unequal shares already; give "
+        f"{type(self).__name__} one whose layers keep equally many tokens."
       )
 
   @property
@@ -75,7 +75,7 @@ class Pyramid(Allocation):
 
   @property
   def selector(self) -> Allocation:
-    """That of the inner allocation: a layer's share changes its counts only."""
+    """The selector of the inner allocation: shares change counts only."""
     return self if overrides(self, Pyramid) else self.over.selector
 
   def evaluate(

@@ -53,7 +53,7 @@ class Slots(Layer):
 
   @property
   def sizes(self) -> LayerSizes:
-    """Those of its arrays."""
+    """Heads and widths of the arrays."""
     keys, values = (
       x.qvalue if isinstance(x, Quantized) else x
       for x in (self.keys, self.values)

@@ -104,7 +104,7 @@ class SparseLayer(Layer):
 
   @property
   def sizes(self) -> LayerSizes:
-    """Those of the resident slots."""
+    """Heads and widths of the resident slots."""
     return self.resident.sizes
 
   @property

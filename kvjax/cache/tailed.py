@@ -33,7 +33,7 @@ class TailedLayer(Layer):
 
   @property
   def sizes(self) -> LayerSizes:
-    """Those of the tail, which has all heads and channels."""
+    """Heads and widths of the tail, which has all of them."""
     return self.tail.sizes
 
   @property

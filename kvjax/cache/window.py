@@ -54,7 +54,7 @@ class WindowLayer(Layer):
 
   @property
   def sizes(self) -> LayerSizes:
-    """Those of its arrays."""
+    """Heads, widths and window of the arrays."""
     *_, kv_heads, window, key_width = self.keys.shape
     return LayerSizes(kv_heads, key_width, self.values.shape[-1], window)
 

@@ -1,5 +1,6 @@
 """The checks of eviction methods, for the tests of any package."""
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -54,6 +55,7 @@ def check_method(method: Method) -> None:
   subject = Subject(method)
   if subject.layer is not None:
     _check_evaluation(subject)
+    _check_files(subject)
     _check_choice(subject)
     _check_memory(subject)
   _check_registered(subject)
@@ -154,6 +156,25 @@ def _check_numbers(subject: Subject, method: ScoringMethod) -> None:
     f"{subject.name} must give every token a score; that of {len(lost)} "
     "tokens is NaN here: a score of -inf evicts a token first, and NaN of "
     "empty slots must not reach a sum.",
+  )
+
+
+def _check_files(subject: Subject) -> None:
+  """Refuses other scores without the names of files but with their arrays."""
+  method, layer = subject.method, jnp.int32(subject.layer)
+  known_as = method.without_files()
+  if known_as is method:
+    return
+  given = subject.activations().only(subject.traits.activations)
+  cache = LayerCache.of(given)
+  expected = method.evaluate(layer, cache, given)
+  given = dataclasses.replace(given, weights=method.load())
+  found = known_as.evaluate(layer, cache, given)
+  require(
+    checks.same(expected, found),
+    f"{subject.name} must score tokens alike without the names of its files "
+    "(without_files), which compiled programs do not know, if it is given what "
+    "load returns; leave out names of files only.",
   )
 
 

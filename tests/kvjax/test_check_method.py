@@ -181,6 +181,22 @@ class Looking(Norm):
     return Traits(positional=True)
 
 
+@dataclasses.dataclass(frozen=True)
+class Forgetful(Norm):
+  """Without its file, it prefers what it evicts with it."""
+
+  sign: float = -1.0
+
+  def load(self):
+    return np.ones(1, np.float32)
+
+  def without_files(self):
+    return dataclasses.replace(self, sign=1.0)
+
+  def scores(self, layer, cache, activations):
+    return self.sign * super().scores(layer, cache, activations)
+
+
 WRONG = {
   "asks for a window it does not declare": (
     Undeclared(),
@@ -215,6 +231,7 @@ WRONG = {
     "keeps 11 tokens where a head may keep 12.*let the traits say",
   ),
   "looks at tokens": (Looking(), "positions alone .*; other tokens change"),
+  "needs its file": (Forgetful(), "without the names of its files"),
   "not equal": (Mutable(), "equal fields must be equal"),
 }
 

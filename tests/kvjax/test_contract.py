@@ -1,168 +1,24 @@
 """What the choice of every eviction method keeps to."""
 
-import contextlib
 import dataclasses
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from made_up_gates import made_up_fast_kvzip, made_up_kvzap
+from contract_cases import CASES, FORMULAS, GATED, base_of
 
 import kvjax
-from kvjax.allocation import (
-  Adaptive,
-  Middle,
-  Pyramid,
-  Sizes,
-  Uniform,
-  WholeChunkCounts,
-)
+from kvjax.allocation import Sizes
 from kvjax.cache.layers import LayerCache
 from kvjax.cache.packed import PackedLayer
-from kvjax.errors import InputError
 from kvjax.methods import LayerBudget
 from kvjax.prompts import bucket_lengths
 from kvjax.registry.names import get_recipe
 from kvjax.registry.registry import METHODS
 from kvjax.testing import checks, layer_positions
 
-# What scores by another formula than a case beside it, or spreads its budget
-# in another way, and does nothing else otherwise, takes its turn with the slow
-# tests.
-FORMULAS = [
-  "h2o.keydiff",
-  "h2o.compactor",
-  "tova.keydiff",
-  "snapkv.factory",
-  "snapkv.compactor",
-  "lagkv.local",
-  "lagkv.kvpress:lag=5",
-  "compactor.vllm:sketch_dim=6",
-  "compactor.kvpress:sketch_dim=6",
-  "protokv.kmeans:iterations=2",
-  "key_norm.lagkv",
-  "streaming:sinks=0",
-  "keydiff:anchor=median_unit",
-  "keydiff:anchor=median_raw:metric=dot",
-  "keydiff:anchor=mean_raw:metric=euclid",
-  "snapkv:group=max",
-  "h2o:recent=8",
-  "chunkkv:chunk=3",
-  "lagkv:value_weight=0.0:ddof=0",
-  "lagkv.kvpress:cross_scoring=true",
-  "compactor.vllm:sketch=none",
-  "compactor:solver=qr:sketch_dim=6",
-  "protokv:cut=none:score=qk_mean",
-  "protokv:score=attn_mean",
-  "random:seed=3",
-  "pyramid/keydiff",
-  "pyramid/protokv",
-  "ada/keydiff",
-  "ada/snapkv.kvpress",
-  "keydiff:anchor=pairwise",
-  "lagkv.key_norm:skip_layers=0",
-  "compactor:sketch=srht:value_norm=l1:pool=5",
-  "compactor:attention=none",
-  "compactor:solver=eig:center=true",
-  "protokv:cut=position:split=ceil_len:sign=literal",
-  "protokv:hash=hyperplane:include_self=false",
-  "snapkv.keydiff",
-  "h2o.kvpress",
-  "protokv.chunk",
-  "leverage.kvpress",
-  "noncausal",
-  "pyramidkv.kvpress",
-  "adakv.kvpress",
-  "cur.kvpress",
-  "cur:leverage=mean:sketch=4",
-  "expected_attention.kvpress",
-  "expected_attention:covariance=false",
-  "qfilters.kvpress",
-  "criticalkv.kvpress",
-  "criticaladakv.kvpress",
-  "finch.kvpress",
-  "ada/expected_attention",
-  "ada/dropkv",
-  "duoattention:share=0.4",
-  "rkv.code",
-  "triattention:ahead=max:group=mean:recent=5",
-  "rkv:importance=1.0:kernel=1",
-  "rkv:importance=0.0:spared=first:spared_share=0.2",
-]
-OPTIONS = [
-  *FORMULAS,
-  "keydiff:recent_frac=0.2",
-  "chunkkv:scope=head",
-  "adakv:alpha=0.5:normalize=true",
-  "ada/protokv",
-  "ada/chunkkv",
-  "pyramid/ada/snapkv:window=4",
-  "compactor:sketch=none",
-  "protokv:cut=skip",
-  "finch:chunk=16",
-]
-# Their weights, which are made up here, are those of each head.
-GATED = ("kvzap", "fast_kvzip")
-# On rows this short the papers' sizes keep the newest tokens, or all of them,
-# whatever the tokens are: names that say no sizes are given these.
-SMALL = {
-  "snapkv": {"window": 5},
-  "pyramidkv": {"window": 5},
-  "adakv": {"window": 5},
-  "chunkkv": {"window": 5, "chunk": 4},
-  "criticalkv": {"window": 5},
-  "criticaladakv": {"window": 5},
-  "dropkv": {"window": 5},
-  "rkv": {"window": 5},
-  "finch": {"window": 5},
-  "duoattention": {"sinks": 3, "keep": 9},
-  "simlayerkv": {"sinks": 3, "recent": 5},
-  "lagkv": {"sinks": 2, "lag": 6},
-  "compactor": {"chunk": 16},
-  "noncausal": {"chunk": 16},
-  "compactor.kvpress": {"chunk": 16, "first": 2, "last": 3},
-  "compactor.vllm": {"chunk": 16, "leverage_chunk": 20, "first": 2, "last": 3},
-  "kvzap": {"gate": made_up_kvzap(24, 3, 5)},
-  "fast_kvzip": {"gate": made_up_fast_kvzip(24, 3, 5), "recent": 0.05},
-  "protokv": {"window": 5, "prototypes": 20, "bits": 3},
-  **{
-    # They hash nothing.
-    f"protokv.{preset}": {"window": 5, "prototypes": 20}
-    for preset in ("kmeans", "sat", "squeezed")
-  },
-  "protokv.clusterkv": {
-    **{"sinks": 2, "window": 5, "prototypes": 20, "tokens_per_prototype": 4}
-  },
-}
-
-
-def base_of(name):
-  """The registered name, and the preset with it if there is one."""
-  preset = name.rpartition("/")[2].partition(":")[0]
-  return preset.partition(".")[0], preset
-
-
-def small(name):
-  """The recipe of a name, with sizes that bite."""
-  base, preset = base_of(name)
-  sizes = SMALL.get(preset, SMALL.get(base, {}))
-  own = [text.partition("=")[0] for text in name.split(":")[1:]]
-  given = [f"{k}={v}" for k, v in sizes.items() if k not in own]
-  recipe = get_recipe(":".join([name, *given]))
-  # What rounds a budget chooses no tokens.
-  return dataclasses.replace(recipe, rounding=None)
-
-
-# Names of one and the same recipe are tested once.
-CASES = {
-  recipe: name
-  for name in (*OPTIONS, *METHODS.presets, *METHODS)
-  for recipe in [small(name)]
-}
-CASES = {name: recipe for recipe, name in CASES.items()}
 LENGTHS = [61, 96, 40]
 PADDED = 96
 BUDGETS = (kvjax.Tokens(1), kvjax.Tokens(20), kvjax.Retention(0.5))
@@ -491,63 +347,3 @@ def test_chance_is_another_for_every_sample():
   )
   np.testing.assert_array_equal(scores[..., :30], others[..., :30])
   assert not np.any(scores[1, :, 30:] == others[1, :, 30:])
-
-
-@pytest.mark.parametrize("name", METHODS)
-class TestTraits:
-  """What a method says of itself is what it does."""
-
-  def test_blocks_are_refused_for_the_reason_that_is_given(self, name):
-    recipe, method = CASES[name], CASES[name].method
-    reason = method.traits.whole_prompts_only
-    if recipe.allocation is not None:
-      reason = "it shares it out once, when the prompt is known"
-    for schedule in (kvjax.Schedule(block=8), kvjax.Schedule(every=2)):
-      with refused(reason):
-        kvjax.Plan(
-          method, BUDGETS[2], schedule=schedule, allocation=recipe.allocation
-        )
-
-  def test_what_is_remembered_of_a_block_is_what_is_declared(self, name):
-    method = CASES[name].method
-    traits = method.traits
-    if traits.whole_prompts_only:
-      pytest.skip("it remembers nothing: it sees whole prompts")
-    after = jax.eval_shape(
-      lambda layer, seen: method.observe(layer, LayerCache.of(seen), seen),
-      jnp.int32(LAYER),
-      activations(0),
-    )
-    assert (after.received is not None) == ("h2o" in name)
-    assert (after.window is not None) == bool(traits.window)
-    if traits.window:
-      assert after.window.positions.shape == (3, traits.window)
-
-  def test_uneven_budgets_are_refused_for_the_reason_that_is_given(self, name):
-    method = CASES[name].method
-    reason = method.traits.even
-    if method.allocation.spreads_layers:
-      reason = "layers shares of its own"
-    with refused(reason):
-      kvjax.Plan(method, BUDGETS[1], allocation=Pyramid(method.allocation))
-
-
-def refused(reason):
-  """A context that must be refused for a reason, or not if that is empty."""
-  if not reason:
-    return contextlib.nullcontext()
-  return pytest.raises(InputError, match=re.escape(reason))
-
-
-def test_what_spreads_a_budget_follows_the_options_of_the_method():
-  spread = get_recipe("pyramid/ada/snapkv:window=5:alpha=0.1").allocation
-  assert spread == Pyramid(Adaptive(Uniform(), 0.1))
-  spread = get_recipe("pyramidkv:window=5:beta=3").allocation
-  assert spread == Pyramid(Uniform(), 3.0)
-  spread = get_recipe("pyramid/compactor.vllm:first=2:last=3").allocation
-  assert spread == Pyramid(Middle(5, joint=True))
-  spread = get_recipe("pyramid/chunkkv.kvpress/snapkv:chunk=7").allocation
-  assert spread == Pyramid(WholeChunkCounts(7))
-  for name in ("pyramid/keydiff:window=3", "pyramid/compactor:ends=4"):
-    with pytest.raises(InputError, match="has no option"):
-      get_recipe(name)

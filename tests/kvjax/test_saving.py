@@ -4,73 +4,36 @@ import dataclasses
 import json
 import subprocess
 import sys
-import zlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from saved_caches import (
+  GEOMETRY,
+  LAYER_CACHE,
+  MODEL,
+  QUESTIONS,
+  ROWS,
+  answers,
+  assert_same_bits,
+  load,
+  prefilled,
+  save,
+)
 
 import kvjax
 from kvjax.cache.cache import Cache
-from kvjax.cache.layers import LayerCache
-from kvjax.cache.observation import ObservationWindow
 from kvjax.cache.packed import PackedLayer
 from kvjax.cache.sharding import parse_mesh
 from kvjax.checkpoint import saving
-from kvjax.checkpoint import trees as saved_trees
-from kvjax.checkpoint.saving import load_cache, save_cache
 from kvjax.errors import InputError
-from kvjax.methods import HeadwiseMethod
-from kvjax.registry.registry import METHODS, RETRIEVALS, recipe_of
-from kvjax.struct import STRUCTS, class_name, make, replace, static, struct
 from kvjax.testing import TinyModel, kept_positions, poison_cache
-
-GEOMETRY = kvjax.Geometry.uniform(
-  layers=2, heads=4, kv_heads=2, head_dim=8, max_positions=512
-)
-MODEL = TinyModel(GEOMETRY)
-ROWS = [list(range(n)) for n in (50, 20, 33, 41)]
-LAYER_CACHE = "LayerCache"
-QUESTIONS = kvjax.Prompts.of([[5, 6], [7], [1, 2, 3], [9]])
-
-
-def prefilled(model=MODEL, method="pyramidkv:beta=5.0"):
-  prompts = kvjax.Prompts.of(ROWS)
-  plan = kvjax.get_plan(method, kvjax.Tokens(15))
-  return kvjax.prefill(model, model.init(), prompts, plan)[0]
 
 
 @pytest.fixture(scope="module")
 def cache():
   return poison_cache(prefilled())
-
-
-def save(cache, directory, **options):
-  options = {"model": MODEL, "model_id": "tiny", **options}
-  save_cache(cache, directory, **options)
-
-
-def load(directory, **options):
-  return load_cache(
-    directory, **{"model": MODEL, "model_id": "tiny", **options}
-  )
-
-
-def answers(cache, model=MODEL):
-  decoding = kvjax.Decoding(6)
-  found = kvjax.generate(model, model.init(), cache, QUESTIONS, decoding)
-  return found.rows()
-
-
-def assert_same_bits(ours, theirs):
-  assert jax.tree.structure(ours) == jax.tree.structure(theirs)
-  for one, other in zip(
-    jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True
-  ):
-    assert isinstance(one, jax.Array)
-    assert (one.dtype, one.shape) == (other.dtype, other.shape)
-    assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -155,86 +118,6 @@ def test_the_directory_says_what_it_holds(cache, tmp_path):
     [1, 4, 2, layer.capacity, 8] for layer in cache.layers
   ]
   assert {k["dtype"] for k in keys} == {"float32"}
-
-
-@struct
-class Pair(LayerCache):
-  """A kind of layer that is another package's."""
-
-  inner: LayerCache | None = None
-  extra: jax.Array | None = None
-  nothing: jax.Array | None = None
-  size: int = static(default=3)
-
-
-def test_any_layer_is_stored_field_by_field(cache, tmp_path, monkeypatch):
-  first, second = cache.stacks
-  batch, kv_heads, slots = first.positions.shape[1:]
-  queries = jnp.full((batch, 4, 3, 8), jnp.nan, jnp.bfloat16)
-  places = jnp.full((batch, 3), -1, jnp.int32)
-  remembering = replace(
-    first,
-    received=jnp.ones((1, batch, kv_heads, slots)),
-    window=jax.tree.map(lambda x: x[None], ObservationWindow(queries, places)),
-  )
-  fields = {field.name: None for field in dataclasses.fields(Pair)}
-  own = {f.name: getattr(second, f.name) for f in dataclasses.fields(second)}
-  own |= {"inner": second.shrink(0), "extra": jnp.zeros((1, 2, 0), jnp.int32)}
-  pair = make(Pair, fields | own | {"size": 7})
-  mixed = dataclasses.replace(cache, stacks=(remembering, pair))
-  save(mixed, tmp_path)
-  again = load(tmp_path)
-  assert_same_bits(again, mixed)
-  assert again.stacks[1].size == 7
-  monkeypatch.delitem(STRUCTS, class_name(Pair))
-  with pytest.raises(InputError, match=r"holds a .*:Pair, which is not known"):
-    load(tmp_path)
-
-
-def test_files_that_name_modules_are_read(cache, tmp_path):
-  """Those of earlier versions do, and their classes may have moved since."""
-  save(cache, tmp_path)
-  path = tmp_path / "cache.json"
-  said = json.loads(path.read_text())
-  del said["checksum"]
-  stacks = said["cache"]["fields"]["stacks"]
-  said["cache"]["class"] = "kvjax.cache.cache:Cache"
-  stacks[0]["class"] = "kvjax.cache.layers:LayerCache"
-  stacks[1]["class"] = "kvjax.moved.since:LayerCache"
-  said["checksum"] = zlib.crc32(json.dumps(said).encode())
-  path.write_text(json.dumps(said))
-  assert_same_bits(load(tmp_path), cache)
-
-
-def test_the_classes_of_kvjax_have_names_of_their_own():
-  """Names in files have no module, so that classes may move."""
-  made = [recipe_of(made).method for made in METHODS.all_made()]
-  made += RETRIEVALS.all_made()
-  known = {*STRUCTS.values(), *saved_trees._PARTS, *map(type, made)}
-  own = [cls for cls in known if cls.__module__.startswith("kvjax.")]
-  assert len({cls.__qualname__ for cls in own}) == len(own) > 60
-  with pytest.raises(TypeError, match=r"kvjax\.prompts has a struct Prompts"):
-    struct(type("Prompts", (), {"__module__": "kvjax.elsewhere"}))
-
-
-@dataclasses.dataclass(frozen=True)
-class Newest(HeadwiseMethod):
-  """A method that has no name."""
-
-  def score_head(self, head):
-    return head.positions.astype("float32")
-
-
-def test_a_method_without_a_name_is_refused(tmp_path, monkeypatch):
-  plan = kvjax.Plan(Newest(), kvjax.Tokens(9), schedule=kvjax.Schedule(every=1))
-  cache, _ = kvjax.prefill(MODEL, MODEL.init(), kvjax.Prompts.of(ROWS), plan)
-  with pytest.raises(InputError, match="A value of class Newest cannot be"):
-    save(cache, tmp_path)
-  assert not list(tmp_path.iterdir())
-  monkeypatch.setattr(METHODS, "_entries", dict(METHODS._entries))
-  kvjax.register("newest", Newest)
-  save(cache, tmp_path)
-  assert_same_bits(load(tmp_path), cache)
 
 
 @pytest.mark.parametrize("saved_on", [None, "data:2,model:2"])
@@ -445,10 +328,3 @@ def test_a_killed_save_is_no_cache(cache, tmp_path, at, before):
   save(cache, tmp_path, overwrite=before)
   assert_same_bits(load(tmp_path), cache)
   assert len(list(tmp_path.iterdir())) == 2
-
-
-def test_a_method_with_other_fields_is_refused():
-  fields = {"anchor": "mean_raw", "power": 2}
-  saved = {"class": "KeyDiff", "fields": fields}
-  with pytest.raises(InputError, match="a KeyDiff with other fields than are"):
-    saved_trees.restore(saved, {})
