@@ -13,6 +13,7 @@ from jaxtyping import Array, Int, PyTree
 from kvjax.activations import OPTIONAL, Activations
 from kvjax.allocation.base import LayerBudget
 from kvjax.cache.layers import LayerCache
+from kvjax.cache.sharding import replicate
 from kvjax.checkpoint.trees import describe
 from kvjax.errors import InputError
 from kvjax.methods.base import Method, ScoringMethod
@@ -162,13 +163,12 @@ def _check_numbers(subject: Subject, method: ScoringMethod) -> None:
 def _check_files(subject: Subject) -> None:
   """Refuses other scores without the names of files but with their arrays."""
   method, layer = subject.method, jnp.int32(subject.layer)
-  known_as = method.without_files()
-  if known_as is method:
+  if (known_as := method.without_files()) is method:
     return
   given = subject.activations().only(subject.traits.activations)
   cache = LayerCache.of(given)
   expected = method.evaluate(layer, cache, given)
-  given = dataclasses.replace(given, weights=method.load())
+  given = dataclasses.replace(given, weights=replicate(method.load()))
   found = known_as.evaluate(layer, cache, given)
   require(
     checks.same(expected, found),
