@@ -36,19 +36,30 @@ demo: $(READY)
 	@$(BIN)/python -m kvjax.experiments.compare $(ARGS)
 
 # LENGTHS=1024 for one length. An interrupted run goes on where it stopped.
-# Another model, as in ARGS=--model=DIR, needs a folder of its own:
-# OUTPUT=results/another.
+# Another model, as in MODEL=DIR, needs a folder of its own:
+# OUTPUT=results/another. Methods with files learn from this documentation.
 LENGTHS := 1024 2048 4096
 OUTPUT := results/leaderboard
-leaderboard: $(READY)
+MODEL := smollm2-135m-instruct
+QUERIES := $(OUTPUT)/queries.safetensors
+leaderboard: $(READY) $(OUTPUT)/gate/config.json $(QUERIES)
 	@for length in $(LENGTHS); do \
-	  $(BIN)/python -m kvjax.experiments.compare --length=$$length \
-	    --samples=24 --retention=0.75,0.5,0.25,0.1,0.0625,0.05,0.03125 \
-	    --timed_rounds=1 \
+	  $(BIN)/python -m kvjax.experiments.compare --model='$(MODEL)' \
+	    --length=$$length --samples=24 \
+	    --retention=0.75,0.5,0.25,0.1,0.0625,0.05,0.03125 --timed_rounds=1 \
+	    --methods=default,kvzip.grad,kvzap:gate='$(OUTPUT)/gate',expected_attention:statistics='$(QUERIES)',qfilters:filters='$(QUERIES)' \
 	    --output='$(OUTPUT)'/$$length $(ARGS) || exit; \
 	done
 	@$(BIN)/python -m kvjax.experiments.leaderboard '$(OUTPUT)' \
 	  --output='$(OUTPUT)'
+
+$(OUTPUT)/gate/config.json: | $(READY)
+	@$(BIN)/python -m kvjax.experiments.train_gate --model='$(MODEL)' \
+	  --documents=docs --samples=60 --length=600 --output='$(@D)'
+
+$(QUERIES): | $(READY)
+	@$(BIN)/python -m kvjax.experiments.calibrate_queries --model='$(MODEL)' \
+	  --documents=docs --output='$@'
 
 test: $(READY)
 	@$(BIN)/python -m pytest -n 2 $(ARGS)

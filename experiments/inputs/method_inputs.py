@@ -27,12 +27,14 @@ from kvjax.registry.names import split_budget
 
 flags.adopt_module_key_flags(plugin_inputs)
 
+# Among --methods, it stands for those that are taken by default.
+_DEFAULT = "default"
 _METHODS = flags.DEFINE_list(
   "methods",
   candidates.DEFAULT,
   "Methods or presets, with options as in keydiff:anchor=median_unit, and "
   "prefixes as in ada/snapkv; by default, those of this list that support "
-  "--block and --every.",
+  "--block and --every, and so in default,mine.",
 )
 _RETENTION = flags.DEFINE_list(
   "retention",
@@ -166,10 +168,9 @@ def _decoding(per_query_head: bool) -> kvjax.Plan | None:
 def _names(
   of_prompts: kvjax.Schedule, per_query_head: bool, decoding: kvjax.Plan | None
 ) -> list[str]:
-  """Those of --methods, or those of its default that support the schedule."""
-  names: list[str] = _METHODS.value
-  if _METHODS.present:
-    return names
+  """Those of --methods, with those of its default that support the schedule."""
+  default: list[str] = _METHODS.default
+  given: list[str] = _METHODS.value if _METHODS.present else [_DEFAULT]
 
   def fits(name: str) -> bool:
     # No method refuses to keep everything.
@@ -186,7 +187,11 @@ def _names(
       return False
     return True
 
-  return [name for name in names if fits(name)]
+  return [
+    name
+    for one in given
+    for name in (filter(fits, default) if one == _DEFAULT else [one])
+  ]
 
 
 def budgets() -> list[Given]:

@@ -173,6 +173,18 @@ def test_by_default_methods_are_those_that_may_evict_then(parsed, when):
   assert "lagkv:lag=32:retention_of=row" not in names
 
 
+def test_others_may_join_those_of_the_default(parsed):
+  with flagsaver.as_parsed(
+    retention="0.5",
+    block="64",
+    methods="default,keydiff:anchor=median_unit,keydiff",
+  ):
+    names = [c.method for c in method_inputs.chosen()]
+  with flagsaver.as_parsed(retention="0.5", block="64"):
+    default = [c.method for c in method_inputs.chosen()]
+  assert names == [*default, "keydiff:anchor=median_unit"]
+
+
 def test_a_method_that_is_named_is_refused_where_it_may_not_evict(parsed):
   with (
     flagsaver.as_parsed(methods="kvzip", retention="0.5", every="16"),
