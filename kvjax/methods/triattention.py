@@ -50,10 +50,10 @@ class TriAttention(Method):
     ahead: how the scores of all d are reduced.
     group: how those of the group's query heads are reduced.
     choice: what selects for itself. A KV head of a layer does by its mixed
-      score, as in the paper (`per_layer_perhead` in the authors' code); a KV
-      head of all layers by the mean of their mixed scores (`per_head`, the
-      default of that code); the model, for all layers and heads, by the largest
-      standardized score of any query head (`union`).
+      score (`per_layer_perhead` in the authors' code); a KV head of all layers
+      by the mean of their mixed scores (`per_head`, the default of that code);
+      the model, for all layers and heads, by the largest standardized score of
+      any query head (`union`).
     center: whether the first part counts.
     spread: whether the second part counts.
     recent: number of last tokens that are always kept.

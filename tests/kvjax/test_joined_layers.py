@@ -43,6 +43,7 @@ from kvjax.testing import TinyModel, check_method, kept_positions
 
 RNG = np.random.default_rng(0)
 FOUR = [RNG.permutation(64)[:n].tolist() for n in (50, 26, 33, 41)]
+CODE = "triattention.code"
 EVICTING = {"schedule": kvjax.Schedule(every=4)}
 IN_BLOCKS = {"schedule": kvjax.Schedule(block=16, every=4)}
 
@@ -97,6 +98,17 @@ def test_what_reads_the_kept_tokens_later_finds_the_same(choice):
   decoding = kvjax.Decoding(4)
   for cache in caches[1:]:
     kvjax.generate(MODEL, PARAMS, cache, logits, decoding)
+
+
+def test_a_prefill_that_is_compiled_whole_keeps_the_same():
+  prompts, plan = kvjax.Prompts.of(ROWS), kvjax.get_plan(CODE, 0.5)
+
+  def prefill(params):
+    return kvjax.prefill(MODEL, params, prompts, plan)[0]
+
+  cache, compiled = prefill(PARAMS), jax.jit(prefill)(PARAMS)
+  for row in range(3):
+    assert kept_positions(compiled, row) == kept_positions(cache, row)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,9 +182,6 @@ def test_whole_chunks_join_as_their_method_does():
 
 def refused(match):
   return pytest.raises(InputError, match=re.escape(match))
-
-
-CODE = "triattention.code"
 
 
 @pytest.mark.parametrize(
