@@ -47,7 +47,7 @@ def evict_all(model: Model, prepared: PreparedPlan, cache: Cache) -> Cache:
       budget = prepared.budget(number, capacity, cache.protected)
 
       def evict(layer: LayerCache) -> LayerCache:
-        return evict_layer(prepared.plan, number, layer, block, budget)
+        return _evict_layer(prepared.plan, number, layer, block, budget)
 
       due = prepared.is_due(layer, budget)
       # Nothing is scored unless a row is due.
@@ -71,7 +71,7 @@ def _evicting(prepared: PreparedPlan, cache: Cache) -> dict[int, list[int]]:
 def _evict_joined(model: Model, prepared: PreparedPlan, cache: Cache) -> Cache:
   """Evicts the same tokens from all layers, by their joined scores.
 
-  Only the scores of all layers exist at a time.
+  Of all layers at a time, only the scores exist.
   """
   stacks: list[Any] = list(cache.stacks)
   members = _evicting(prepared, cache)
@@ -80,33 +80,22 @@ def _evict_joined(model: Model, prepared: PreparedPlan, cache: Cache) -> Cache:
   number, layers = next(iter(members.items()))
   first: LayerCache = stacks[number].at(0)
   capacity = min(prepared.capacity, first.capacity)
-  layer = jnp.asarray(layers[0], jnp.int32)
-  budget = prepared.budget(layer, capacity, cache.protected)
-
-  def evaluate(number: int, layers: list[int]) -> PyTree[Array]:
-    def one_layer(place: tuple[Array, Array]) -> PyTree[Array]:
-      index, layer = place
-      view, spec = stacks[number].at(index), model.geometry.layers[layers[0]]
-      block = _empty_block(model, prepared, view, spec)
-      return evaluate_later(prepared.plan, layer, view, block)
-
-    places = jnp.arange(len(layers)), jnp.asarray(layers, jnp.int32)
-    return jax.lax.map(one_layer, places)
+  source = jnp.asarray(layers[0], jnp.int32)
+  budget = prepared.budget(source, capacity, cache.protected)
 
   def select() -> Int[Array, "B K M"]:
-    by_stack = [evaluate(*stack) for stack in members.items()]
-    scores = jax.tree.map(lambda *each: jnp.concatenate(each), *by_stack)
+    scores = _evaluate_all(model, prepared, cache)
     method = prepared.plan.method
     return select_joined(method, scores, first, budget)[..., :capacity]
 
   # All layers have the same tokens, so that all are due, or none.
   due = prepared.is_due(first, budget)
-  shape = (*first.positions.shape[:2], capacity)
-  slots = jax.lax.cond(due, select, lambda: jnp.full(shape, -1, jnp.int32))
+  none = jnp.full((*first.positions.shape[:2], capacity), -1, jnp.int32)
+  slots = jax.lax.cond(due, select, lambda: none)
 
   def keep(index: Int[Array, ""], stack: Any) -> Any:
     layer: LayerCache = stack.at(index)
-    after = jax.lax.cond(due, lambda: keep_slots(layer, slots), lambda: layer)
+    after = jax.lax.cond(due, lambda: _keep(layer, slots), lambda: layer)
     return stack.put(index, layer, after)
 
   for number, layers in members.items():
@@ -114,7 +103,32 @@ def _evict_joined(model: Model, prepared: PreparedPlan, cache: Cache) -> Cache:
   return dataclasses.replace(cache, stacks=tuple(stacks))
 
 
-def evict_layer(
+def _evaluate_all(
+  model: Model, prepared: PreparedPlan, cache: Cache
+) -> PyTree[Array]:
+  """Evaluates all layers that evict, one after another, stack by stack."""
+  by_stack = []
+  for number, layers in _evicting(prepared, cache).items():
+    stack: Any = cache.stacks[number]
+    spec = model.geometry.layers[layers[0]]
+
+    def one_layer(
+      place: tuple[Int[Array, ""], Int[Array, ""]],
+      # Defaults bind the values of this pass of the loop.
+      stack: Any = stack,
+      spec: LayerSpec = spec,
+    ) -> PyTree[Array]:
+      index, layer = place
+      view: LayerCache = stack.at(index)
+      block = _empty_block(model, prepared, view, spec)
+      return _evaluate(prepared.plan, layer, view, block)
+
+    places = jnp.arange(len(layers)), jnp.asarray(layers, jnp.int32)
+    by_stack.append(jax.lax.map(one_layer, places))
+  return jax.tree.map(lambda *each: jnp.concatenate(each), *by_stack)
+
+
+def _evict_layer(
   plan: Plan,
   layer: Int[Array, ""],
   cache: LayerCache,
@@ -134,21 +148,21 @@ def evict_layer(
   Returns:
     A cache of the same capacity, with its tokens in the first slots.
   """
-  scores = evaluate_later(plan, layer, cache, activations)
+  scores = _evaluate(plan, layer, cache, activations)
   with blamed_on(plan.method):
     slots = plan.spread.select(plan.method, scores, cache, budget)
-  return keep_slots(cache, slots[..., : budget.capacity])
+  return _keep(cache, slots[..., : budget.capacity])
 
 
-def evaluate_later(
+def _evaluate(
   plan: Plan, layer: Int[Array, ""], cache: LayerCache, activations: Activations
 ) -> PyTree[Array]:
-  """Computes what an eviction from a layer depends on; see `evict_layer`."""
+  """Computes what an eviction from a layer depends on; see `_evict_layer`."""
   with blamed_on(plan.method), jax.default_matmul_precision("highest"):
     return plan.spread.evaluate(plan.method, layer, cache, activations)
 
 
-def keep_slots(cache: LayerCache, slots: Int[Array, "B K M"]) -> LayerCache:
+def _keep(cache: LayerCache, slots: Int[Array, "B K M"]) -> LayerCache:
   """Moves what is kept to the first slots of a cache of the same capacity."""
   kept = cache.take(slots)
   # The loops of prefill and decoding carry layers of one shape.
