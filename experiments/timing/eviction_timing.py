@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 
 import kvjax
 from kvjax.engine.capacity import prepare_decoding
-from kvjax.engine.feed import evict_all
+from kvjax.engine.evicting import evict_all
 from kvjax.engine.prepared import PreparedPlan
 from kvjax.engine.unrolled import TOKENS
 from kvjax.experiments.report.formats import Table

@@ -35,7 +35,8 @@ def check(name: str, plan: kvjax.Plan) -> None:
   traits = plan.method.traits
   if plan.sparse is not None or traits.keeps_all:
     raise InputError(f"{name} keeps all keys, so there is nothing to time.")
-  if traits.replay is not None or plan.spread.whole_model:
+  joins = plan.spread.whole_model or traits.joins_layers
+  if traits.replay is not None or joins:
     raise InputError(
       f"{name} needs more than one layer, and this times one alone."
     )

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -28,6 +28,7 @@ from kvjax.engine.compress import (
   keep_single,
   select_layer,
 )
+from kvjax.engine.joining import select_from_prompt
 from kvjax.engine.prepared import LayerProgram, PreparedPlan
 from kvjax.hosts import is_traced
 from kvjax.model import LayerSpec, Model
@@ -59,6 +60,8 @@ class CacheBuilder:
     self._protected = protected
     self._evaluation = Evaluation.of(prepared.plan).without_files()
     self._budgets: list[LayerBudget] | None = None
+    # What all layers keep, if the method selects once for them.
+    self._joined: Int[Array, "B K T"] | None = None
     specs = model.geometry.layers
     # Layers that evict and layers that never do are in different stacks.
     self._kinds = [
@@ -73,6 +76,23 @@ class CacheBuilder:
     self._filled: dict[
       tuple[LayerSpec, LayerProgram, tuple[bool, bool]], tuple[int, int]
     ] = {}
+
+  def join(self, layers: Mapping[int, tuple[Activations, Evaluated]]) -> None:
+    """Selects once for all layers, before any is kept.
+
+    Args:
+      layers: activations and evaluations, with scores, of the layers that the
+        plan's method compresses.
+    """
+    if not layers or all(self._prepared.keeps_all):
+      return
+    first = next(iter(layers))
+    activations = layers[first][0]
+    evaluated = [of_layer for _, of_layer in layers.values()]
+    budget = self._budget(first, activations)
+    self._joined = select_from_prompt(
+      self._evaluation, activations, evaluated, budget
+    )
 
   def keep(
     self,
@@ -137,14 +157,19 @@ class CacheBuilder:
     """Selects slots to keep; None if no row evicts anything."""
     if self._prepared.keeps_all[layer]:
       return None
+    if self._joined is not None:
+      return self._joined
     assert evaluated is not None
-    if self._budgets is None:
-      slots = activations.positions.shape[1]
-      self._budgets = self._prepared.budgets(slots, self._protected)
-    budget = self._budgets[layer]
+    budget = self._budget(layer, activations)
     if counts is not None:
       budget = dataclasses.replace(budget, counts=counts)
     return select_layer(self._evaluation, activations, evaluated, budget)
+
+  def _budget(self, layer: int, activations: Activations) -> LayerBudget:
+    if self._budgets is None:
+      slots = activations.positions.shape[1]
+      self._budgets = self._prepared.budgets(slots, self._protected)
+    return self._budgets[layer]
 
   def cache(self, lengths: Int[Array, " B"]) -> Cache:
     """Returns the cache once all layers have been kept."""

@@ -149,13 +149,20 @@ def select_layer(
     evaluated: result of the evaluation.
     budget: how many slots to keep; its capacity is T.
   """
-  cache, _ = _candidates(evaluation.per_query_head, activations)
-  # The same candidates as in `evaluate_layer`.
-  if evaluation.observer == evaluation.method:
-    cache = _remember(cache, evaluated)
+  cache = candidates_of(evaluation, activations, evaluated)
   allocation, method = evaluation.allocation, evaluation.method
   with blamed_on(method):
     return allocation.select(method, evaluated.scores, cache, budget)
+
+
+def candidates_of(
+  evaluation: Evaluation, activations: Activations, evaluated: Evaluated
+) -> LayerCache:
+  """The same candidates as in `evaluate_layer`."""
+  cache, _ = _candidates(evaluation.per_query_head, activations)
+  if evaluation.observer == evaluation.method:
+    cache = _remember(cache, evaluated)
+  return cache
 
 
 @functools.partial(jax.jit, static_argnames=("evaluation",))
@@ -319,36 +326,6 @@ def finalize_cache(
   if plan.method.traits.renumbers:
     lengths = stacks[0].lengths[0, :, 0]
   return Cache(stacks, lengths, None, order)
-
-
-def evict_layer(
-  plan: Plan,
-  layer: Int[Array, ""],
-  cache: LayerCache,
-  activations: Activations,
-  budget: LayerBudget,
-) -> LayerCache:
-  """Evicts from a layer down to its budget.
-
-  Args:
-    plan: a plan that evicts more than once.
-    layer: index of the layer in the model.
-    cache: the layer's cache.
-    activations: a block without tokens; the method remembers in the cache what
-      it needs of earlier blocks.
-    budget: budget of the layer.
-
-  Returns:
-    A cache of the same capacity, with its tokens in the first slots.
-  """
-  spread = plan.spread
-  with blamed_on(plan.method):
-    with jax.default_matmul_precision("highest"):
-      scores = spread.evaluate(plan.method, layer, cache, activations)
-    slots = spread.select(plan.method, scores, cache, budget)
-  kept = cache.take(slots[..., : budget.capacity])
-  # The loops of prefill and decoding carry layers of one shape.
-  return kept.grow(cache.capacity - kept.capacity)
 
 
 def arrange_for(activations: Activations, plan: Plan | None) -> Any:

@@ -14,7 +14,8 @@ from jax.experimental import io_callback
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from kvjax.cache.cache import Cache
-from kvjax.engine.feed import evict_all, feed
+from kvjax.engine.evicting import evict_all
+from kvjax.engine.feed import feed
 from kvjax.engine.prepared import PreparedPlan
 from kvjax.engine.sampling import GREEDY, Sampling, SamplingInputs, sample
 from kvjax.errors import InputError

@@ -7,7 +7,7 @@ from jaxtyping import Array, Bool, PyTree
 
 from kvjax.activations import Activations
 from kvjax.engine.building import CacheBuilder
-from kvjax.engine.compress import Evaluation
+from kvjax.engine.compress import Evaluated, Evaluation
 from kvjax.engine.evaluate import (
   Evaluations,
   Loaded,
@@ -47,7 +47,8 @@ class Deferred:
   """The layers of a prompt, in order, for the plans that wait for all of them.
 
   A plan waits if its budget is calibrated or a threshold, if its method replays
-  the prompt, or if the heads of all layers share its budget.
+  the prompt or joins the scores of all layers, or if their heads share its
+  budget.
   """
 
   def __init__(self, plans: Sequence[Plan]) -> None:
@@ -59,8 +60,11 @@ class Deferred:
     self._waits = bool(plans)
     replaying = [plan for plan in plans if plan.method.traits.replay]
     self._names = frozenset[str]().union(*(p.activations for p in replaying))
-    # Queries are most of a layer; only what is remembered depends on them.
-    self._queries = any(plan.while_decoding for plan in replaying)
+    # Queries are most of a layer. What is remembered after a replay depends on
+    # them, and so do indices and channels of what is kept.
+    self._queries = any(plan.while_decoding for plan in replaying) or any(
+      plan.sparse or plan.method.traits.channels for plan in plans
+    )
     self._layers: dict[int, DeferredLayer] = {}
 
   def add(
@@ -173,6 +177,9 @@ class Deferred:
     self, waiting: Sequence[tuple[Plan, CacheBuilder, HeadCounts]]
   ) -> None:
     """Compresses all layers; each is freed as soon as its caches are made."""
+    for plan, builder, _ in waiting:
+      if plan.method.traits.joins_layers:
+        builder.join(self._with_scores(plan))
     for number in list(self._layers):
       layer = self._layers.pop(number)
       activations = layer.activations.only(())
@@ -183,6 +190,17 @@ class Deferred:
           find_evaluated(plan, layer.evaluations),
           counts.get(number),
         )
+
+  def _with_scores(
+    self, plan: Plan
+  ) -> dict[int, tuple[Activations, Evaluated]]:
+    """Activations and evaluations of the layers that have scores."""
+    found = {
+      number: (layer.activations.only(()), evaluated)
+      for number, layer in self._layers.items()
+      if (evaluated := find_evaluated(plan, layer.evaluations)) is not None
+    }
+    return {n: each for n, each in found.items() if each[1].has_scores}
 
 
 def replay_of(evaluation: Evaluation) -> Replay | None:

@@ -27,7 +27,8 @@ from kvjax.engine.decode import (
   decode,
   listening,
 )
-from kvjax.engine.feed import evict_all, feed
+from kvjax.engine.evicting import evict_all
+from kvjax.engine.feed import feed
 from kvjax.engine.sampling import SamplingInputs
 from kvjax.engine.turn import (
   Feeds,

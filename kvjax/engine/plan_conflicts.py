@@ -4,12 +4,15 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from kvjax.allocation.base import Allocation
+from kvjax.cache.layers import KV_DTYPES
 from kvjax.calibration.record import Calibrated
 from kvjax.errors import InputError, warn
 from kvjax.methods.base import Method
 from kvjax.methods.traits import Traits
 from kvjax.names import name_of
 from kvjax.options.budgets import Budget, PerLayer, Threshold
+from kvjax.options.schedules import Schedule
 
 
 def check_kinds(method: Any, budget: Any) -> None:
@@ -60,6 +63,55 @@ def check_channels(method: Method, parts: Mapping[str, bool]) -> None:
       f"{name_of(method)} drops channels of the kept keys of each layer, once "
       "the layer has read the prompt; it cannot work with "
       f"{' and '.join(found)}."
+    )
+
+
+def check_joined(method: Method, spread: Allocation, budget: Any) -> None:
+  """Refuses budgets with which layers or heads keep different tokens.
+
+  Args:
+    method: a method that selects once for all layers.
+    spread: the allocation of its budget.
+    budget: the budget.
+
+  Raises:
+    InputError: some layers or heads keep more tokens than others.
+  """
+  if spread.ragged or spread.spreads_layers or isinstance(budget, PerLayer):
+    raise InputError(
+      f"{name_of(method)} keeps the same tokens in all layers, so that no "
+      "layer or head can have a budget of its own; give one for all, without "
+      "an allocation."
+    )
+
+
+def check_kv_dtype(
+  kv_dtype: str, schedule: Schedule, retrieval: str | None
+) -> None:
+  """Refuses to quantize to an unknown dtype, or what is read as computed.
+
+  Args:
+    kv_dtype: dtype to quantize keys and values to.
+    schedule: when to evict.
+    retrieval: name of the retrieval method, if there is one.
+
+  Raises:
+    InputError: evictions go on while decoding, or keys are retrieved.
+  """
+  if kv_dtype not in KV_DTYPES:
+    raise InputError(
+      f"kv_dtype must be one of {', '.join(KV_DTYPES)}; {kv_dtype!r} is not."
+    )
+  if schedule.every is not None:
+    raise InputError(
+      "A method chooses among keys as they were computed; it cannot go on "
+      f"evicting while decoding where they are stored in {kv_dtype}, so "
+      "leave out one of the two."
+    )
+  if retrieval is not None:
+    raise InputError(
+      f"{retrieval} retrieves keys as they were computed; it cannot work with "
+      f"keys in {kv_dtype}, so leave out one of the two."
     )
 
 

@@ -26,16 +26,18 @@ def check_plan(model: Model, plan: Plan) -> None:
   Raises:
     InputError: the method or its allocation refuses the model, names a layer
       that it does not have, keys cannot be rotated again, or layers that share
-      a selection differ in their heads.
+      a selection or join their scores differ in their heads.
   """
   _warn_of_windows(plan, model.geometry)
   traits = plan.method.traits
   plan.method.check_model(model.geometry)
   plan.spread.check_model(model.geometry)
   _check_named_layers(plan, model.geometry)
+  _check_joined(plan, model.geometry)
   if plan.decoding is not None:
     plan.decoding.method.check_model(model.geometry)
     _check_named_layers(plan.decoding, model.geometry)
+    _check_joined(plan.decoding, model.geometry)
   if traits.renumbers:
     check_rotary(model)
   heads: dict[int, int] = {}
@@ -49,6 +51,23 @@ def check_plan(model: Model, plan: Plan) -> None:
         f"{plan.name} uses the selection of layer {source} in layer {layer}, "
         "which has another number of heads; give each layer its own."
       )
+
+
+def _check_joined(plan: Plan, geometry: Geometry) -> None:
+  """Refuses to join the scores of layers that differ in their heads."""
+  if not plan.method.traits.joins_layers:
+    return
+  compressed = compressed_layers(plan, geometry)
+  layers = zip(geometry.layers, compressed, strict=True)
+  found = {
+    (spec.heads, kv_heads(plan, spec)) for spec, evicts in layers if evicts
+  }
+  if len(found) > 1:
+    raise InputError(
+      f"{name_of(plan.method)} joins the scores of all layers, and those of "
+      "this model differ in their heads; use a method whose layers select by "
+      "themselves."
+    )
 
 
 def _check_named_layers(plan: Plan, geometry: Geometry) -> None:

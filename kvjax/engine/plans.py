@@ -6,11 +6,12 @@ from typing import Any
 from kvjax.activations import Activations
 from kvjax.allocation.base import Allocation
 from kvjax.allocation.by_threshold import ByThreshold
-from kvjax.cache.layers import KV_DTYPES
 from kvjax.calibration.record import Calibrated
 from kvjax.engine.plan_conflicts import (
   check_channels,
+  check_joined,
   check_kinds,
+  check_kv_dtype,
   check_target,
   warn_of_threshold,
 )
@@ -118,9 +119,12 @@ class Plan:
     if self.sparse is not None:
       self._check_sparse(name_of(self.sparse.retrieval))
     if self.kv_dtype is not None:
-      self._check_kv_dtype(self.kv_dtype)
+      index = None if self.sparse is None else name_of(self.sparse.retrieval)
+      check_kv_dtype(self.kv_dtype, self.schedule, index)
     if self.decoding is not None:
       self._check_decoding(self.decoding)
+    if self.method.traits.joins_layers:
+      check_joined(self.method, self.spread, self.budget)
     check_channels(
       self.method,
       {
@@ -294,6 +298,14 @@ class Plan:
         "it counts on what it kept itself, and evicts no token later; let the "
         "same method with the same budget, or full, keep the prompt"
       )
+    elif later.method.traits.joins_layers and not (
+      self.method.traits.keeps_all
+      or self.method.without_files() == later.method.without_files()
+    ):
+      reason = (
+        "it evicts the same tokens from all layers, which must have the same; "
+        "let the same method, or full, keep the prompt"
+      )
     elif self.method.traits.renumbers != later.method.traits.renumbers:
       reason = "either both methods renumber the kept tokens or neither does"
     if reason:
@@ -378,22 +390,4 @@ class Plan:
       raise InputError(
         f"{name} finds keys by the prompt's queries; {kept} turns the keys "
         "afterwards."
-      )
-
-  def _check_kv_dtype(self, kv_dtype: str) -> None:
-    if kv_dtype not in KV_DTYPES:
-      raise InputError(
-        f"kv_dtype must be one of {', '.join(KV_DTYPES)}; {kv_dtype!r} is not."
-      )
-    if self.schedule.every is not None:
-      raise InputError(
-        "A method chooses among keys as they were computed; it cannot go on "
-        f"evicting while decoding where they are stored in {kv_dtype}, so "
-        "leave out one of the two."
-      )
-    if self.sparse is not None:
-      name = name_of(self.sparse.retrieval)
-      raise InputError(
-        f"{name} retrieves keys as they were computed; it cannot work with "
-        f"keys in {kv_dtype}, so leave out one of the two."
       )

@@ -32,9 +32,10 @@ def prefill(
   """Runs prompts and keeps the tokens of each layer that the method selects.
 
   With whole prompts, a layer's full keys and values exist only until the layer
-  is done; in blocks they never exist. With a `Calibrated` budget or a
-  `Threshold`, those of all layers and the method's scores exist until the end
-  of the forward pass, when the budget is known.
+  is done; in blocks they never exist. With a `Calibrated` budget, a `Threshold`
+  or a method that joins the scores of all layers, those of all layers and the
+  method's scores exist until the end of the forward pass, when the budget or
+  the selection is known.
 
   Args:
     model: the functions.

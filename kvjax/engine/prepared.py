@@ -94,9 +94,9 @@ class PreparedPlan:
   @property
   def waits(self) -> bool:
     """Whether scores are known only after the whole forward pass."""
-    plan = self.plan
-    late = plan.spread.whole_model or plan.method.traits.replay is not None
-    return late and not all(self.keeps_all)
+    plan, traits = self.plan, self.plan.method.traits
+    late = traits.replay is not None or traits.joins_layers
+    return (late or plan.spread.whole_model) and not all(self.keeps_all)
 
   def evicts(self, layer: int) -> tuple[bool, bool]:
     """Whether a layer evicts from the prompt, and while decoding."""

@@ -7,8 +7,10 @@ from jaxtyping import Array, Int, PyTree
 
 from kvjax.activations import Activations
 from kvjax.cache.layers import LayerCache
+from kvjax.errors import InputError
 from kvjax.methods.base import Allocation, LayerBudget, Method
 from kvjax.model import Geometry
+from kvjax.names import name_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +38,29 @@ class Using(Method):
   def without_files(self) -> Self:
     """Uses the method without the names of its files."""
     return dataclasses.replace(self, over=self.over.without_files())
+
+  def join(
+    self, scores: PyTree[Array], cache: LayerCache, budget: LayerBudget
+  ) -> PyTree[Array]:
+    """Joins the scores of all layers as the method does."""
+    return self.over.join(scores, cache, budget)
+
+
+def refuse_joined(prefix: str, over: Method) -> None:
+  """Refuses a method that selects for all layers, where each has its own part.
+
+  Args:
+    prefix: what users write before the name of the method.
+    over: the method.
+
+  Raises:
+    InputError: it joins the scores of all layers.
+  """
+  if over.traits.joins_layers:
+    raise InputError(
+      f"{prefix} selects in each layer by itself, and {name_of(over)} once for "
+      f"all layers; use it without {prefix}."
+    )
 
 
 @dataclasses.dataclass(frozen=True)

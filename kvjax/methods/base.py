@@ -113,6 +113,24 @@ class Method(abc.ABC):
   ) -> PyTree[Array]:
     """Computes what the selection depends on, for all budgets."""
 
+  def join(
+    self, scores: PyTree[Array], cache: LayerCache, budget: LayerBudget
+  ) -> PyTree[Array]:
+    """Joins the scores of all layers, if the traits say so; by default, means.
+
+    From the result, `select` selects for all layers. What it makes of a single
+    layer must select what the scores of that layer do.
+
+    Args:
+      scores: results of `evaluate`, each array with a leading axis of the
+        layers that the method compresses, in any order.
+      cache: the candidates in one of these layers, of which all have the same.
+      budget: how many slots to keep.
+    """
+    del cache, budget
+    joined: PyTree[Array] = jax.tree.map(lambda x: jnp.mean(x, axis=0), scores)
+    return joined
+
   @abc.abstractmethod
   def select(
     self, scores: PyTree[Array], cache: LayerCache, budget: LayerBudget
@@ -120,7 +138,7 @@ class Method(abc.ABC):
     """Selects the slots to keep, ascending, then -1.
 
     Args:
-      scores: result of `evaluate`.
+      scores: result of `evaluate`, or of `join`.
       cache: the candidates.
       budget: how many slots to keep.
     """

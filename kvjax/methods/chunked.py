@@ -12,7 +12,7 @@ from kvjax.cache.layers import LayerCache
 from kvjax.errors import InputError
 from kvjax.kernels.chunks import by_chunk
 from kvjax.kernels.select import slots_to_mask
-from kvjax.methods.around import Using
+from kvjax.methods.around import Using, refuse_joined
 from kvjax.methods.base import LayerBudget
 from kvjax.methods.traits import Traits
 from kvjax.names import name_of
@@ -43,6 +43,7 @@ class Chunked(Using):
   def __post_init__(self) -> None:
     super().__post_init__()
     check_least(self, length=1)
+    refuse_joined("chunked/", self.over)
     allocation = self.over.allocation
     if allocation.ragged:
       raise InputError(

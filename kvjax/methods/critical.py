@@ -11,7 +11,7 @@ from kvjax.activations import Activations
 from kvjax.cache.layers import LayerCache
 from kvjax.errors import InputError
 from kvjax.kernels.select import slots_to_mask
-from kvjax.methods.around import Using
+from kvjax.methods.around import Using, refuse_joined
 from kvjax.methods.base import LayerBudget, ScoringMethod
 from kvjax.methods.traits import Traits
 from kvjax.names import name_of
@@ -62,6 +62,7 @@ class Critical(Using):
     super().__post_init__()
     check_least(self, epsilon=0)
     check_share(self, "first_stage")
+    refuse_joined("critical/", self.over)
     name = name_of(self.over)
     if not isinstance(self.over, ScoringMethod):
       raise InputError(

@@ -36,6 +36,8 @@ class Traits:
     keeps_all: whether nothing is ever evicted.
     keeps_layers: layers that keep everything.
     reuse: number of consecutive layers that share the selection of the first.
+    joins_layers: whether all layers keep the same tokens, which are selected
+      once, by what `Method.join` makes of the scores of all layers.
     activations: those of `kvjax.activations.OPTIONAL` that scores depend on.
     replay: how the prompt is replayed for `Activations.replayed`, if at all.
     channels: which channels of the kept keys are stored, if not all.
@@ -57,6 +59,7 @@ class Traits:
   keeps_all: bool = False
   keeps_layers: tuple[int, ...] = ()
   reuse: int = 1
+  joins_layers: bool = False
   activations: frozenset[str] = frozenset()
   replay: Replay | None = None
   channels: Channels | None = None

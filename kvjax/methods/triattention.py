@@ -36,11 +36,11 @@ class TriAttention(Method):
 
   The first part is the logit of the center, a trigonometric series in the
   distance; the second counts what queries deviate from it. Scores are averaged
-  over d, standardized over the tokens that may go, and reduced over the group.
+  over d, standardized over the tokens that may go, and reduced over the group:
+  the mixed score of a KV head.
 
   Source: arXiv 2604.04921 and the authors' code, whose rotation back to
-  position 0 is one of the center here, which gives the same products. Every
-  layer and head makes its own selection (`per_layer_perhead` in that code).
+  position 0 is one of the center here, which gives the same products.
 
   Attributes:
     statistics: file or folder with the statistics of the model's queries, as
@@ -49,6 +49,11 @@ class TriAttention(Method):
     farthest: the largest d, a power of 2.
     ahead: how the scores of all d are reduced.
     group: how those of the group's query heads are reduced.
+    choice: what selects for itself. A KV head of a layer does by its mixed
+      score (`per_layer_perhead` in the authors' code); a KV head of all layers
+      by the mean of their mixed scores (`per_head`, the default of that code);
+      the model, for all layers and heads, by the largest standardized score of
+      any query head (`union`).
     center: whether the first part counts.
     spread: whether the second part counts.
     recent: number of last tokens that are always kept.
@@ -58,6 +63,7 @@ class TriAttention(Method):
   farthest: int = 65536
   ahead: Literal["mean", "max"] = "mean"
   group: Literal["max", "mean"] = "max"
+  choice: Literal["layer_head", "head", "model"] = "layer_head"
   center: bool = True
   spread: bool = True
   recent: int = 0
@@ -81,6 +87,7 @@ class TriAttention(Method):
     return Traits(
       whole_prompts_only="" if self.statistics else reason,
       protects=self.recent,
+      joins_layers=self.choice != "layer_head",
       activations=frozenset({"rerotate"}),
     )
 
@@ -125,24 +132,41 @@ class TriAttention(Method):
       )
     return scores
 
+  def join(
+    self,
+    scores: Float[Array, "L B K G T"],
+    cache: LayerCache,
+    budget: LayerBudget,
+  ) -> Float[Array, "B K T"]:
+    """Standardizes the scores and reduces them over groups and layers."""
+    counted = (cache.valid & ~budget.must_keep(cache))[None, :, :, None]
+    standard = _standardize(scores, counted)
+    if self.choice == "model":
+      # In `union`, every query head proposes as many tokens as are kept. No
+      # better ones of that head are left out, so that the best of all heads are
+      # among the proposals.
+      best = jnp.max(standard, axis=(0, 2, 3))
+      return jnp.broadcast_to(best[:, None], cache.positions.shape)
+    reduce = jnp.max if self.group == "max" else jnp.mean
+    return jnp.mean(reduce(standard, axis=3), axis=0)
+
   def select(
     self,
-    scores: Float[Array, "B K G T"],
+    scores: Float[Array, "B K G T"] | Float[Array, "B K T"],
     cache: LayerCache,
     budget: LayerBudget,
   ) -> Int[Array, "B K M"]:
-    """Selects the tokens with the highest standardized scores."""
-    valid, must_keep = cache.valid, budget.must_keep(cache)
-    counted = (valid & ~must_keep)[:, :, None]
-    standard = _standardize(scores, counted)
-    reduce = jnp.max if self.group == "max" else jnp.mean
+    """Selects the tokens with the highest scores, those of `join`."""
+    if scores.ndim == 4:
+      scores = self.join(scores[None], cache, budget)
+    valid = cache.valid
     return top_slots(
-      reduce(standard, axis=2),
+      scores,
       valid,
       last_tokens(valid, self.recent),
       budget.counts,
       budget.capacity,
-      must_keep,
+      budget.must_keep(cache),
     )
 
   @property
@@ -218,8 +242,8 @@ def _pairs(rerotate: Rerotate, dim: int) -> Float[Array, "D D"]:
 
 
 def _standardize(
-  scores: Float[Array, "B K G T"], counted: Bool[Array, "B K 1 T"]
-) -> Float[Array, "B K G T"]:
+  scores: Float[Array, "L B K G T"], counted: Bool[Array, "1 B K 1 T"]
+) -> Float[Array, "L B K G T"]:
   """Subtracts the mean over some slots and divides by their deviation."""
   weights = counted.astype(jnp.float32)
   count = jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), 1.0)

@@ -341,5 +341,9 @@ def register_methods() -> None:
     paper="2505.24133",
   )
   register(
-    "triattention", TriAttention, summary="TriAttention", paper="2604.04921"
+    "triattention",
+    TriAttention,
+    presets={"code": TriAttention(choice="head")},
+    summary="TriAttention",
+    paper="2604.04921",
   )

@@ -1,10 +1,16 @@
 """The checks of the caches that eviction methods make."""
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array
 
+from kvjax.activations import Activations
 from kvjax.allocation.base import Sizes
 from kvjax.cache.cache import Cache
+from kvjax.cache.layers import LayerCache
 from kvjax.engine.generate import generate, reserve
+from kvjax.engine.joining import select_joined
 from kvjax.engine.plans import Plan
 from kvjax.engine.prefill import prefill, sweep
 from kvjax.errors import InputError
@@ -24,6 +30,7 @@ _FREE = 64
 
 def check_whole_prompts(subject: Subject) -> None:
   """Checks the caches of whole prompts."""
+  _check_joined(subject)
   name, model, params = subject.name, subject.model, subject.params
   plans = [Plan(subject.method, budget) for budget in _BUDGETS]
   with explain(f"A sweep with {name} fails"):
@@ -47,6 +54,31 @@ def check_whole_prompts(subject: Subject) -> None:
   protected, _ = prefill(model, params, _protect(subject), plans[1])
   _check_cache(subject, protected, plans[1].fixed_budget)
   _check_protected(subject, protected, "of a whole prompt")
+
+
+def _check_joined(subject: Subject) -> None:
+  """Refuses another selection where the layers to join are one layer."""
+  if subject.layer is None or not subject.traits.joins_layers:
+    return
+  method, name = subject.method, subject.name
+  activations = subject.activations().only(subject.traits.activations)
+  cache, budget = LayerCache.of(activations), subject.budget(_BUDGETS[0])
+
+  @jax.jit
+  def choose(activations: Activations) -> tuple[Array, Array]:
+    with jax.default_matmul_precision("highest"):
+      scores = method.evaluate(jnp.int32(subject.layer), cache, activations)
+    alone = method.select(scores, cache, budget)
+    stacked = jax.tree.map(lambda x: x[None], scores)
+    return alone, select_joined(method, stacked, cache, budget)
+
+  with explain(f"{name} fails to join the scores of layers"):
+    alone, joined = choose(activations)
+  require(
+    checks.same(alone, joined),
+    "What join makes of the scores of a single layer must keep what these "
+    f"scores keep; with {name} it does not.",
+  )
 
 
 def _protect(subject: Subject, rows: slice = slice(None)) -> Prompts:

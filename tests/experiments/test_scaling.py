@@ -94,6 +94,7 @@ def test_what_is_wrong_is_one_sentence(refusal):
   [
     ("quest", "quest keeps all keys"),
     ("kvzip", "kvzip needs more than one layer"),
+    ("triattention.code", "triattention.code needs more than one layer"),
     ("expected_attention", "reads .*, which only a model has"),
     ("criticalkv", "reads .*, which only a model has"),
   ],

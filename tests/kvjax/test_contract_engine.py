@@ -69,6 +69,7 @@ NAMES = [
   "qfilters, stored",
   "expected_attention, stored",
   "triattention, stored",
+  "triattention.code, stored",
 ]
 
 
@@ -85,6 +86,7 @@ FILES = {
   "qfilters, stored": f"qfilters:filters={STORED}",
   "expected_attention, stored": f"expected_attention:statistics={STORED}",
   "triattention, stored": f"triattention:statistics={STORED}",
+  "triattention.code, stored": f"triattention.code:statistics={STORED}",
 }
 
 

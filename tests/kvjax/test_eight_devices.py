@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import pytest
 from made_up_gates import made_up_kvzap
+from made_up_statistics import made_up_statistics
 from mesh_answers import answered, assert_same
 from processes import call_with_devices
 
@@ -19,8 +20,10 @@ ROWS = [
   RNG.permutation(64)[:n].tolist() for n in (61, 43, 64, 50, 57, 48, 64, 39)
 ]
 HALF = kvjax.Retention(0.5)
+STORED = made_up_statistics(8, 4, 8, 2)
 # Kept by each head alone, in pages of a layer, and of all layers; whole
-# clusters; read but not evicted; and evicted again while decoding.
+# clusters; read but not evicted; and evicted again while decoding, by one
+# selection for all layers and heads, or by one for each.
 PLANS = {
   "keydiff": kvjax.get_plan("keydiff", HALF),
   "ada/snapkv": kvjax.get_plan("ada/snapkv:window=5", HALF),
@@ -28,6 +31,11 @@ PLANS = {
   "kvzap": kvjax.get_plan(f"kvzap:gate={made_up_kvzap(32, 4, 2)}", HALF),
   "protokv": kvjax.get_plan("protokv:window=5:tokens_per_prototype=4", HALF),
   "ctkvr": kvjax.get_plan("ctkvr:sinks=2:local=5:probes=2", kvjax.Tokens(8)),
+  "joined": kvjax.get_plan(
+    f"triattention:choice=model:farthest=64:statistics={STORED}",
+    kvjax.Tokens(24),
+    schedule=kvjax.Schedule(every=4),
+  ),
   "evicting": kvjax.get_plan(
     "snapkv:window=5", kvjax.Tokens(24), schedule=kvjax.Schedule(every=4)
   ),

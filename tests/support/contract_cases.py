@@ -67,6 +67,7 @@ FORMULAS = [
   "duoattention:share=0.4",
   "rkv.code",
   "triattention:ahead=max:group=mean:recent=5",
+  "triattention:choice=model",
   "rkv:importance=1.0:kernel=1",
   "rkv:importance=0.0:spared=first:spared_share=0.2",
 ]
