@@ -148,7 +148,8 @@ class _Place(NamedTuple):
     text = str(address)
     scheme, _, rest = text.partition("://")
     rest = rest.rstrip("/")
-    if rest.rpartition("/")[2] in ("", ".", ".."):
+    # A whole bucket may have any number of models.
+    if "/" not in rest or rest.rpartition("/")[2] in ("", ".", ".."):
       raise InputError(
         f"{text[:_LONGEST]} names no file or folder; give the address of one, "
         "such as gs://bucket/folder."

@@ -137,9 +137,10 @@ def test_a_name_cannot_lead_out_of_the_copy(store, tmp_path):
     ("memory://bucket/none", "There is nothing at memory://bucket/none."),
     ("file:///proc/none", "There is nothing at file:///proc/none."),
     ("memory:///", "names no file or folder; give the address of one"),
+    ("memory://bucket/", "names no file or folder; give the address of one"),
     ("memory://bucket/..", "names no file or folder; give the address of one"),
   ],
-  ids=["unknown", "none", "no_file", "nameless", "parent"],
+  ids=["unknown", "none", "no_file", "nameless", "bucket", "parent"],
 )
 def test_what_cannot_be_fetched_is_one_sentence(address, said):
   with pytest.raises(InputError) as raised:
