@@ -16,7 +16,7 @@ from typing import NoReturn
 import jax
 from absl import app, flags, logging
 
-from kvjax import files, user_cache
+from kvjax import addresses, files, user_cache
 from kvjax.errors import InputError, InputWarning
 from kvjax.experiments import exits, help_pages
 from kvjax.experiments.inputs import plugin_inputs
@@ -32,6 +32,8 @@ _CACHE_BYTES = 2**31
 _LARGEST = 2**31 - 1
 _LONGEST = 300
 _LONGEST_SENTENCE = 3000
+# Flags of files and folders that a program only reads.
+_FETCHED = {"model", "data", "documents", "essay", "text"}
 _FLAG_FILES = ("--flagfile", "-flagfile")
 # Flags of kvpress, and which of ours take their place.
 _OF_KVPRESS = {
@@ -90,6 +92,7 @@ def run_on_arguments(main: Callable[[Sequence[str]], None]) -> None:
       with _interruptible():
         _check_names()
         _check_values(argv[1:])
+        _fetch_inputs()
         plugin_files.load(plugin_inputs.PLUGINS.value or ())
         main(argv[1:])
     except InputError as error:
@@ -236,23 +239,36 @@ def _check_values(arguments: Sequence[str]) -> None:
 
   Raises:
     InputError: a text is given as an empty one, or is an address of another
-      machine, or a number does not fit into 32 bits.
+      machine where none is read, or a number does not fit into 32 bits.
   """
   for argument in arguments:
-    files.check_local(argument)
+    addresses.check_local(argument)
   for flag in (flags.FLAGS[name] for name in flags.FLAGS):
     value = flag.value
     if flag.present and isinstance(value, str) and not value.strip():
       raise InputError(
         f"--{flag.name} is empty; give it a value, or leave it out."
       )
-    if isinstance(value, str):
-      files.check_local(value)
+    if isinstance(value, str) and flag.name not in _FETCHED:
+      addresses.check_local(value)
     if type(value) is int and abs(value) > _LARGEST:
       raise InputError(
         f"--{flag.name} is {_shorten(str(value))}; the largest number is "
         f"{_LARGEST}."
       )
+
+
+def _fetch_inputs() -> None:
+  """Gives a program copies on this machine of what is at addresses.
+
+  Raises:
+    InputError: an address cannot be read, or nothing is there.
+  """
+  for name in _FETCHED & set(flags.FLAGS):
+    flag = flags.FLAGS[name]
+    value: object = flag.value
+    if flag.present and isinstance(value, str) and addresses.is_address(value):
+      flag.value = str(addresses.fetch(value))
 
 
 def announce() -> None:

@@ -25,21 +25,6 @@ _MOST_BYTES = 2**31
 _LONGEST_PATH = 400
 # Of an error of a library in a message.
 _SAID = 200
-# As a path, gs://bucket/name is a folder "gs:" of this machine.
-_ADDRESS = re.compile(r"[A-Za-z][\w+.-]*://\S*")
-
-
-def check_local(path: Path) -> None:
-  """Refuses addresses of other machines, such as gs://bucket/folder.
-
-  Raises:
-    InputError: the path is one.
-  """
-  if _ADDRESS.fullmatch(str(path)):
-    raise InputError(
-      f"{str(path)[:_LONGEST_PATH]} is an address; give a file or folder of "
-      "this machine, which may be a mounted bucket."
-    )
 
 
 def check_regular(path: Path) -> None:

@@ -200,7 +200,8 @@ def load(
       "smollm2-135m-instruct", "smollm2-135m-instruct-bf16" and "gemma3-270m"
       are fetched once. Or a path: a Hugging Face directory (with config.json,
       safetensors weights and tokenizer.json), one that `save` has written, a
-      GGUF file, or a directory with one.
+      GGUF file, or a directory with one. Or the address of one, such as
+      gs://bucket/model, which is copied into the user's cache.
     dtype: one of `DTYPES`, by name or as in `jnp.float32`, for the weights and
       the computation; by default bfloat16, and float32 for GGUF files.
     mesh: over whose axis "model" the weights are sharded; see

@@ -12,6 +12,7 @@ import jax
 from flax import nnx
 
 from kvjax import files
+from kvjax.addresses import is_address, written
 from kvjax.errors import InputError
 from kvjax.hosts import from_first, spread
 from kvjax.models.json_files import write_json
@@ -45,7 +46,8 @@ def save(
 
   Args:
     pretrained: the model; weights keep their dtype.
-    directory: the directory, which is created if it does not exist.
+    directory: the directory, which is created if it does not exist, or an
+      address without files of one host's program, such as gs://bucket/model.
     max_shard_bytes: maximum size of a file of safetensors.
     format: one of `FORMATS`. transformers, too, reads safetensors. Of a
       checkpoint of orbax, devices read and write their own parts of sharded
@@ -64,7 +66,9 @@ def save(
     ...   kvjax.load(folder).model == lm.model
     True
   """
-  files.check_local(directory)
+  if is_address(directory):
+    with written(directory) as place:
+      return save(pretrained, place, max_shard_bytes, format=format)
   if format not in FORMATS:
     raise InputError(
       f"There is no format {format!r} of weights; formats are "

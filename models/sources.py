@@ -11,8 +11,8 @@ import jax
 from flax import nnx
 from jaxtyping import PyTree
 
+from kvjax.addresses import fetch, is_address
 from kvjax.errors import InputError
-from kvjax.files import check_local
 from kvjax.models import catalog
 from kvjax.models.config import DecoderConfig
 from kvjax.models.gguf.metadata import read_config
@@ -73,10 +73,11 @@ def find(model: str | os.PathLike[str]) -> Source:
     model: a path or a name, as for `kvjax.models.load`.
 
   Raises:
-    InputError: the path does not exist or is an address, a GGUF file cannot be
-      read, or a named model cannot be fetched.
+    InputError: the path does not exist, a GGUF file cannot be read, or a named
+      model or an address cannot be fetched.
   """
-  check_local(model)
+  if is_address(model):
+    model = fetch(model)
   place = catalog.locate(pathlib.Path(os.path.expanduser(model)))
   if os.path.isfile(place):
     return _Gguf(GgufFile.open(place))

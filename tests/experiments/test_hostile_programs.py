@@ -82,7 +82,7 @@ def program(monkeypatch):
     ("--seed=2147483648", "--seed is 2147483648; the largest number is 21474"),
     (f"--seed={'9' * 4000}", "9; the largest number is 2147483647."),
     ("--output=gs://bucket/runs", "gs://bucket/runs is an address; give a"),
-    ("--model=s3://bucket/m", "s3://bucket/m is an address; give a file or"),
+    ("--model=memory://bucket/none", "is nothing at memory://bucket/none."),
   ],
   ids=range(7),
 )

@@ -2,7 +2,6 @@
 
 import ast
 import contextlib
-import inspect
 import os
 import pathlib
 import resource
@@ -10,8 +9,6 @@ import stat
 
 import pytest
 
-import kvjax
-import kvjax.models
 from kvjax import files
 from kvjax.errors import InputError
 
@@ -31,35 +28,6 @@ def full_disk(size):
 
 def names(folder):
   return sorted(path.name for path in folder.iterdir())
-
-
-UNCHECKED = {"model": None, "model_id": ""}
-
-
-@pytest.mark.parametrize(
-  ("function", "given", "options"),
-  [
-    (kvjax.models.load, [], {}),
-    (kvjax.models.save, [None], {}),
-    (kvjax.save_cache, [None], UNCHECKED),
-    (kvjax.load_cache, [], UNCHECKED),
-  ],
-  ids=["load", "save", "save_cache", "load_cache"],
-)
-def test_an_address_is_no_folder_of_this_machine(
-  monkeypatch, tmp_path, function, given, options
-):
-  # Without checks of the arguments: nothing but the address is looked at.
-  function = inspect.unwrap(function)
-  monkeypatch.chdir(tmp_path)
-  with pytest.raises(InputError, match="gs://bucket/name is an address"):
-    function(*given, "gs://bucket/name", **options)
-  assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("path", ["gs:/a", "a://b c", "C:/a", "./gs://a"])
-def test_a_path_is_no_address(path):
-  files.check_local(path)
 
 
 @pytest.mark.parametrize("before", [None, "what was there"])

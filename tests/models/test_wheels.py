@@ -44,11 +44,11 @@ def test_the_bar_shows_the_bytes_of_all_parts(parts, cache, monkeypatch):
   shown = []
 
   @contextlib.contextmanager
-  def bar(file):
-    assert file.nbytes == sum(part.stat().st_size for part in parts)
+  def bar(label, total):
+    assert total == sum(part.stat().st_size for part in parts)
     yield shown.append
 
-  monkeypatch.setattr(wheels, "_progress_bar", bar)
+  monkeypatch.setattr(wheels, "bytes_bar", bar)
   catalog.locate(NAME)
   sizes = [part.stat().st_size for part in parts]
   assert shown == sorted(shown)
