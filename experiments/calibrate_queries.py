@@ -9,7 +9,8 @@ queries and with its Q-Filters, which
   --methods=expected_attention:statistics=FILE,qfilters:filters=FILE
 
 of every program read, and triattention:statistics=FILE. With the bundled model,
-11,000 tokens take about half a minute on two cores.
+11,000 tokens take about half a minute on two cores. With --multihost, hosts
+that run the same command share the model.
 """
 
 from absl import flags
@@ -17,12 +18,13 @@ from absl import flags
 import kvjax
 from kvjax.experiments import cli
 from kvjax.experiments.finetuning import documents
-from kvjax.experiments.inputs import document_inputs, run_inputs
+from kvjax.experiments.inputs import document_inputs, host_inputs, run_inputs
 from kvjax.experiments.report import wording
-from kvjax.experiments.run import outputs
+from kvjax.experiments.run import multihost, outputs
 from kvjax.experiments.run.progress_bar import progress_bar
+from kvjax.experiments.run.sentences import say
 
-for module in (document_inputs, run_inputs):
+for module in (document_inputs, run_inputs, host_inputs):
   flags.adopt_module_key_flags(module)
 
 _LENGTH = flags.DEFINE_integer(
@@ -42,6 +44,8 @@ _SINKS = 4
 
 def main() -> None:
   """Measures and writes the file."""
+  host_inputs.start()
+  run_inputs.span_hosts("model")
   outputs.check_option(_OUTPUT.value)
   output = outputs.file(_OUTPUT.value)
   texts = document_inputs.read()
@@ -49,6 +53,7 @@ def main() -> None:
   with run_inputs.loaded() as (lm, _):
     run_inputs.check_part_length(lm, _LENGTH.value)
     parts = documents.chunks(texts, lm.text, _LENGTH.value, 1)
+    multihost.check_same({"documents": documents.digest(parts)})
     rows = [
       row[:count].tolist()
       for row, count in zip(parts.tokens, parts.lengths, strict=True)
@@ -63,9 +68,13 @@ def main() -> None:
         sinks=_SINKS,
         on_text=lambda: advance("measuring", 1),
       )
-  output.parent.mkdir(parents=True, exist_ok=True)
-  found.save(output)
-  print(
+
+  def save() -> None:
+    output.parent.mkdir(parents=True, exist_ok=True)
+    found.save(output)
+
+  multihost.on_first(save)
+  say(
     f"The statistics of {sum(map(len, chosen)):,} tokens in "
     f"{wording.count(len(chosen), 'chunk')} are in {output}."
   )

@@ -365,8 +365,8 @@ def _no_flag(name: str) -> str:
   if name in _OF_HOSTS:
     return (
       f"This program runs on one host, without --{name}; evaluate, compare, "
-      "calibrate, trials, reproduce, retrieval_recall and finetune run on "
-      "several."
+      "trials, reproduce, retrieval_recall, calibrate, calibrate_queries, "
+      "train_gate and finetune run on several."
     )
   guess = suggest(name, own)
   flag, meaning = _OF_KVPRESS.get(name, ("", ""))

@@ -9,7 +9,8 @@ the files that are published for KVzap, for
   --methods=kvzap:gate=OUT
 
 in every program, and validation.json with R2 by layer, on parts that were not
-learned. --data=DIR learns the contexts of LongBench instead.
+learned. --data=DIR learns the contexts of LongBench instead. With --multihost,
+hosts that run the same command share the parts, and the first one learns.
 
 An interrupted run resumes with the same flags. Sixty parts of 600 tokens take
 SmolLM2-135M about five minutes on two cores.
@@ -27,13 +28,14 @@ from kvjax.experiments.finetuning import documents
 from kvjax.experiments.gate_training import examples
 from kvjax.experiments.gate_training.fitting import Kind, Recipe
 from kvjax.experiments.gate_training.trainer import Trainer
-from kvjax.experiments.inputs import document_inputs, run_inputs
+from kvjax.experiments.inputs import document_inputs, host_inputs, run_inputs
 from kvjax.experiments.report import wording
-from kvjax.experiments.run import outputs
+from kvjax.experiments.run import multihost, outputs
+from kvjax.experiments.run.sentences import say
 from kvjax.prompts import Prompts, bucket
 from kvjax.repeat_request import RepeatRequest
 
-for module in (document_inputs, run_inputs):
+for module in (document_inputs, run_inputs, host_inputs):
   flags.adopt_module_key_flags(module)
 
 _OUTPUT = flags.DEFINE_string(
@@ -101,16 +103,16 @@ def _check_length(lm: models.Pretrained) -> None:
 
 def main() -> None:
   """Trains and writes the networks."""
+  host_inputs.start()
   _check_flags()
   output = outputs.folder(_OUTPUT.value).absolute()
   texts = document_inputs.read()
   with run_inputs.loaded() as (lm, _):
     _check_length(lm)
     rows = examples.rows_of(texts, lm.text, _LENGTH.value, _SAMPLES.value)
-    print(
+    say(
       f"{wording.count(len(rows), 'part')} of "
-      f"{np.mean([len(row) for row in rows]):.0f} tokens",
-      flush=True,
+      f"{np.mean([len(row) for row in rows]):.0f} tokens"
     )
     cli.announce()
     recipe = Recipe(
@@ -121,10 +123,12 @@ def main() -> None:
       _STEP.value,
       run_inputs.SEED.value,
     )
-    source = run_inputs.source(documents.digest(Prompts.of(rows)))
+    digest = documents.digest(Prompts.of(rows))
+    multihost.check_same({"documents": digest})
+    source = run_inputs.source(digest)
     summary = Trainer(output, lm, rows, _TOKENS.value, recipe, source).run()
   by_layer = list(summary["r2"].values())
-  print(
+  say(
     f"R2 is {np.mean(by_layer):.3f} on average over "
     f"{wording.count(len(by_layer), 'layer')}, from {min(by_layer):.3f} to "
     f"{max(by_layer):.3f}; the weights are in {output}."

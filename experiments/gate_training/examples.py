@@ -15,6 +15,7 @@ from kvjax.engine.replay_targets import replay_targets
 from kvjax.errors import InputError
 from kvjax.experiments.finetuning import documents
 from kvjax.experiments.gate_training.fitting import Examples
+from kvjax.hosts import read
 from kvjax.methods.replay import Replay
 from kvjax.models.pretrained import Pretrained
 from kvjax.models.tokenizer import Tokenizer
@@ -63,19 +64,17 @@ def rows_of(
   return [rows[int(place)] for place in places]
 
 
-def write(
-  path: pathlib.Path,
+def make(
   lm: Pretrained,
   row: Sequence[int],
   padded: int,
   count: int,
   seed: tuple[int, int],
-) -> None:
-  """Replays a text and writes the pairs of some of its tokens.
+) -> bytes:
+  """Replays a text; returns a file with the pairs of some of its tokens.
 
   Args:
-    path: the file.
-    lm: the model.
+    lm: the model; if a mesh spans several hosts, all of them must call it.
     row: the tokens, with the chat template before them.
     padded: length that all texts are padded to.
     count: maximum number of tokens.
@@ -87,19 +86,18 @@ def write(
   width = prompts.tokens.shape[1]
   replay = Replay(chunk=width, weight="output", of_text=True)
   targets = replay_targets(lm.model, lm.params, prompts, replay)
-  scores = np.stack([np.asarray(x.scores[0]) for x in targets.values()])
+  scores = np.stack(read([x.scores[0] for x in targets.values()]))
   replayed = np.flatnonzero(scores[0, 0] >= 0)
   drawn = np.random.default_rng(seed).permutation(replayed)[:count]
   places = np.sort(drawn)
-  inputs = np.stack(
-    [np.asarray(x.inputs[0, places]) for x in targets.values()]
-  ).astype(jnp.bfloat16)
+  inputs = np.stack(read([x.inputs[0, places] for x in targets.values()]))
   logs = np.log(np.maximum(scores[:, :, places], _LEAST))
   arrays = {
-    "inputs": inputs,
+    "inputs": inputs.astype(jnp.bfloat16),
     "scores": np.ascontiguousarray(np.swapaxes(logs, 1, 2).astype(np.float32)),
   }
-  files.write_bytes(path, safetensors.numpy.save(arrays))
+  content: bytes = safetensors.numpy.save(arrays)
+  return content
 
 
 @contextlib.contextmanager
@@ -122,7 +120,7 @@ def opened(path: pathlib.Path) -> Iterator[Any]:
     ) from error
 
 
-def read(paths: Sequence[pathlib.Path], index: int) -> Examples:
+def pairs_of(paths: Sequence[pathlib.Path], index: int) -> Examples:
   """Reads the pairs of one layer, of several texts.
 
   Args:

@@ -2,10 +2,11 @@
 
 import contextlib
 import dataclasses
+import functools
 import json
 import pathlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from absl import logging
 from kvjax import files
 from kvjax.errors import InputError
 from kvjax.experiments.gate_training import examples, fitting
-from kvjax.experiments.run import environment
+from kvjax.experiments.run import environment, multihost, outputs
 from kvjax.experiments.run.claiming import claim
 from kvjax.experiments.run.processes import Processes
 from kvjax.experiments.run.progress_bar import track
@@ -51,7 +52,9 @@ class Trainer:
   """A run, which resumes from its folder.
 
   Every text that has been replayed and every layer that has been fitted is a
-  file in `.train_gate`. These files are removed at the end.
+  file in `.train_gate`. These files are removed at the end. Of several hosts,
+  all replay texts, and the first one has the folder and fits the layers; all
+  must call the same methods.
   """
 
   def __init__(
@@ -91,46 +94,74 @@ class Trainer:
     self._tokens, self._recipe = tokens, recipe
     settings = dict(source) | dataclasses.asdict(recipe) | {"tokens": tokens}
     self._work = output / ".train_gate"
-    if self._work.exists() and not is_present(output / _RUN):
+    multihost.on_first(lambda: self._claim(settings))
+    device = environment.device()
+    self._processes = Processes(self._work, device, began)
+
+  def _claim(self, settings: Mapping[str, Any]) -> None:
+    """Claims the folder; see `__init__`."""
+    if self._work.exists() and not is_present(self._output / _RUN):
       raise InputError(
         f"{self._work} is of no run, and a run would write to it; choose "
         "another --output."
       )
-    output.mkdir(parents=True, exist_ok=True)
-    claim(output / _RUN, settings)
-    device = environment.device()
-    self._processes = Processes(self._work, device, began)
+    self._output.mkdir(parents=True, exist_ok=True)
+    claim(self._output / _RUN, settings)
 
   def run(self) -> dict[str, Any]:
     """Does what is left; returns what validation.json says."""
-    done = self._output / VALIDATION
-    if all(is_present(self._output / n) for n in (CONFIG, WEIGHTS, VALIDATION)):
-      self._clean()
-      return read_json(done)
-    paths = self._replay()
-    # Spread over the documents, and never all of them.
-    tested = [p for n, p in enumerate(paths) if n % _TESTED == 1]
-    learned = [path for path in paths if path not in tested]
-    fitted = {
-      layer: self._layer(index, layer, learned, tested)
-      for index, layer in track(list(enumerate(self._scored)), "fitting")
-    }
-    summary = {
-      "r2": {str(layer): each.r2 for layer, each in fitted.items()},
-      "texts": len(learned),
-      "tested_texts": len(tested),
-      "seconds": self._processes.summary()["seconds"]["total"],
-    }
-    self._gate(fitted).save(self._output)
-    logging.info("Wrote the networks to %s", self._output)
-    write_json(done, summary)
-    self._clean()
+    left = multihost.from_first(self._list_left)
+    if left:
+      self._replay(json.loads(left))
+      for index, layer in track(list(enumerate(self._scored)), "fitting"):
+        multihost.on_first(functools.partial(self._fit, index, layer))
+    summary: dict[str, Any] = json.loads(multihost.from_first(self._finish))
     return summary
+
+  def _list_left(self) -> bytes:
+    """Lists the texts that are left; empty if the whole run is done."""
+    if all(is_present(self._output / n) for n in (CONFIG, WEIGHTS, VALIDATION)):
+      return b""
+    self._work.mkdir(exist_ok=True)
+    replayed = [*map(is_present, self._text_files())]
+    logging.info("%s has %d replayed parts already", self._work, sum(replayed))
+    return json.dumps(
+      [n for n, done in enumerate(replayed) if not done]
+    ).encode()
+
+  def _finish(self) -> bytes:
+    """Writes the networks of all layers, if they are not there, and cleans up.
+
+    Returns:
+      What validation.json says.
+    """
+    done = self._output / VALIDATION
+    if self._work.exists() and not is_present(done):
+      fitted = {layer: self._read(layer) for layer in self._scored}
+      learned, tested = self._split()
+      self._gate(fitted).save(self._output)
+      logging.info("Wrote the networks to %s", self._output)
+      summary = {
+        "r2": {str(layer): each.r2 for layer, each in fitted.items()},
+        "texts": len(learned),
+        "tested_texts": len(tested),
+        "seconds": self._processes.summary()["seconds"]["total"],
+      }
+      write_json(done, summary)
+    self._clean()
+    return json.dumps(read_json(done)).encode()
 
   def _text_files(self) -> list[pathlib.Path]:
     """The file of each text."""
     names = (f"text-{n:06}.safetensors" for n in range(len(self._rows)))
     return [self._work / name for name in names]
+
+  def _split(self) -> tuple[list[pathlib.Path], list[pathlib.Path]]:
+    """The files of the texts to learn from and to test with."""
+    paths = self._text_files()
+    # Spread over the documents, and never all of them.
+    tested = [p for n, p in enumerate(paths) if n % _TESTED == 1]
+    return [path for path in paths if path not in tested], tested
 
   def _layer_file(self, layer: int) -> pathlib.Path:
     return self._work / f"layer-{layer:04}.safetensors"
@@ -145,37 +176,41 @@ class Trainer:
       # It may have a file of the user's.
       self._work.rmdir()
 
-  def _replay(self) -> list[pathlib.Path]:
-    """Replays the texts that are left; returns the files of all."""
-    self._work.mkdir(exist_ok=True)
+  def _replay(self, left: Sequence[int]) -> None:
+    """Replays texts; the first host writes a file of each."""
     padded = bucket(max(map(len, self._rows)))
-    paths = self._text_files()
-    replayed = sum(map(is_present, paths))
-    logging.info("%s has %d replayed parts already", self._work, replayed)
-    for number, row in track(list(enumerate(self._rows)), "replaying"):
-      if not is_present(paths[number]):
-        seed, began = (self._recipe.seed, number), time.monotonic()
-        examples.write(paths[number], self._lm, row, padded, self._tokens, seed)
-        self._processes.note()
-        logging.info(
-          "Replayed part %d of %d tokens, padded to %d, in %.1f s",
-          *(number, len(row), padded, time.monotonic() - began),
-        )
-    return paths
 
-  def _layer(
-    self,
-    index: int,
-    layer: int,
-    learned: Sequence[pathlib.Path],
-    tested: Sequence[pathlib.Path],
-  ) -> Fitted:
-    """Fits a layer and tests it, unless its file is there."""
+    def replay(number: int) -> Iterator[list[bytes]]:
+      row, began = self._rows[number], time.monotonic()
+      seed = self._recipe.seed, number
+      yield [examples.make(self._lm, row, padded, self._tokens, seed)]
+      logging.info(
+        "Replayed part %d of %d tokens, padded to %d, in %.1f s",
+        *(number, len(row), padded, time.monotonic() - began),
+      )
+
+    # A host has one text at a time.
+    contents = multihost.share(
+      left, replay, b"".join, lambda content: [content] if content else []
+    )
+    paths = self._text_files()
+    for number in track(left, "replaying"):
+      (content,) = next(contents)
+      outputs.write_bytes(paths[number], content)
+      self._processes.note()
+    # All hosts learn whether the last one could be written.
+    multihost.gather(b"")
+
+  def _fit(self, index: int, layer: int) -> None:
+    """Fits a layer, tests it and writes its file, unless that is there."""
     path = self._layer_file(layer)
     if not is_present(path):
       began = time.monotonic()
-      steps = fitting.fit(examples.read(learned, index), self._recipe, layer)
-      held_out = examples.read(tested, index)
+      learned, tested = self._split()
+      steps = fitting.fit(
+        examples.pairs_of(learned, index), self._recipe, layer
+      )
+      held_out = examples.pairs_of(tested, index)
       predicted = fitting.predict(steps, held_out.inputs)
       arrays = {
         f"{kind}{number}": np.ascontiguousarray(array)
@@ -192,13 +227,16 @@ class Trainer:
       self._processes.note()
       seconds = time.monotonic() - began
       logging.info("Fitted and wrote %s in %.1f s", path, seconds)
-    with examples.opened(path) as file:
+    print(f"layer {layer}: R2 {self._read(layer).r2:.3f}", flush=True)
+
+  def _read(self, layer: int) -> Fitted:
+    """Reads the file of a layer."""
+    with examples.opened(self._layer_file(layer)) as file:
       found = files.parse_json(file.metadata()["numbers"])
       steps = tuple(
         (file.get_tensor(f"weight{n}"), file.get_tensor(f"bias{n}"))
         for n in range(len([*file.keys()]) // 2)
       )
-      print(f"layer {layer}: R2 {found['r2']:.3f}", flush=True)
       return Fitted(steps, **found)
 
   def _gate(self, fitted: Mapping[int, Fitted]) -> KVzapGate:

@@ -109,8 +109,11 @@ def loaded() -> Iterator[tuple[models.Pretrained, int]]:
       yield models.load(MODEL.value, dtype(), mesh), mesh.size
 
 
-def span_hosts() -> None:
-  """Lets the mesh span all hosts: along "data", unless --mesh says how.
+def span_hosts(axis: str = "data") -> None:
+  """Lets the mesh span all hosts, unless --mesh says how.
+
+  Args:
+    axis: the axis along which it does.
 
   Raises:
     InputError: the mesh has devices of one host.
@@ -118,7 +121,7 @@ def span_hosts() -> None:
   if multihost.count() == 1:
     return
   if _MESH.value is None:
-    flags.FLAGS["mesh"].value = f"data:{jax.device_count()}"
+    flags.FLAGS["mesh"].value = f"{axis}:{jax.device_count()}"
   elif not mesh_spans_hosts():
     raise InputError(
       f"--mesh={_MESH.value} has devices of one host, and this program works "

@@ -2,10 +2,13 @@
 
 import json
 
+import numpy as np
 import pytest
 from made_up_gates import write_kvzap
+from safetensors.numpy import load_file
 from two_hosts import start
 
+WORDS = "the file has been read and so have others near a cellar door".split()
 # Of both hosts, of each host, and none.
 MESHES = ("data:4", "data:2,model:2", "model:2", pytest.param("", id="no mesh"))
 NEEDLES = ("--length=320", "--tasks=niah_single_1", "--samples=4")
@@ -147,6 +150,43 @@ def test_two_hosts_calibrate_as_one(run_both, mesh):
       assert close(read(two / name), read(one / name))
     else:
       assert (two / name).read_text() == (one / name).read_text()
+
+
+@pytest.fixture
+def texts(tmp_path):
+  """Documents of words that the tiny model knows."""
+  folder = tmp_path / "texts"
+  folder.mkdir()
+  for number in range(3):
+    words = np.random.default_rng(number).choice(WORDS, 200)
+    (folder / f"{number}.txt").write_text(" ".join(words))
+  return f"--documents={folder}"
+
+
+@pytest.mark.parametrize("mesh", ["model:4", "data:2,model:2", ""])
+def test_two_hosts_train_a_gate_as_one(run_both, texts, mesh):
+  one, two = run_both(
+    *("train_gate", texts, "--length=60", "--samples=5", "--kind=linear"),
+    mesh=mesh,
+  )
+  ours, theirs = (load_file(path / "model.safetensors") for path in (two, one))
+  assert ours.keys() == theirs.keys()
+  for name, array in theirs.items():
+    np.testing.assert_allclose(ours[name], array, rtol=1e-2, atol=1e-3)
+  ours, theirs = (read(path / "validation.json") for path in (two, one))
+  assert close(ours["r2"], theirs["r2"], rel=1e-2)
+  assert {path.name for path in two.iterdir()} == {
+    path.name for path in one.iterdir()
+  }
+
+
+@pytest.mark.parametrize("mesh", ["model:4", "data:2,model:2", ""])
+def test_two_hosts_measure_queries_as_one(run_both, texts, mesh):
+  one, two = run_both("calibrate_queries", texts, "--length=60", mesh=mesh)
+  ours, theirs = load_file(two), load_file(one)
+  assert ours.keys() == theirs.keys()
+  for name, array in theirs.items():
+    np.testing.assert_allclose(ours[name], array, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.slow

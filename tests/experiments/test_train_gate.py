@@ -128,13 +128,13 @@ def test_the_logarithms_of_these_targets_are_written(tiny, tmp_path):
   request = kvjax.RepeatRequest.of(tiny.text)
   row = [*request.prefix, *range(20, 50)]
   path = tmp_path / "text.safetensors"
-  examples.write(path, tiny, row, 64, 100, (0, 0))
+  path.write_bytes(examples.make(tiny, row, 64, 100, (0, 0)))
   prompts = kvjax.Prompts.of([row], 64, repeat_request=request)
   replay = Replay(chunk=64, weight="output", of_text=True)
   found = replay_targets(tiny.model, tiny.params, prompts, replay)
   for index, targets in enumerate(found.values()):
     scores = np.asarray(targets.scores)[0, :, len(request.prefix) : len(row)]
-    written = examples.read([path], index).scores
+    written = examples.pairs_of([path], index).scores
     np.testing.assert_allclose(written, np.log(scores).T, rtol=1e-5)
 
 
@@ -229,13 +229,13 @@ def test_a_stopped_run_goes_on_to_the_same_weights(
     output = tmp_path / name
     made = Trainer(output, tiny, rows, 30, recipe(epochs=3), {})
     with pytest.MonkeyPatch.context() as patch:
-      patch.setattr(examples, "write", counted(examples.write, stops_at))
+      patch.setattr(examples, "make", counted(examples.make, stops_at))
       patch.setattr(fitting, "fit", counted(fitting.fit, stops_at))
       with caplog.at_level("INFO", "absl"):
         return made.run()
 
   whole = run("whole")
-  everything = ["write"] * len(rows) + ["fit"] * 2
+  everything = ["make"] * len(rows) + ["fit"] * 2
   assert calls == everything
   for stops_at in (2, len(rows), len(rows) + 1):
     name = f"stopped at {stops_at}"

@@ -225,8 +225,8 @@ def test_it_is_said_which_programs_run_on_several_hosts(refusal, flag):
   told = refusal("kvjax.experiments.tune", f"--{flag}=1")
   assert told == (
     f"This program runs on one host, without --{flag}; evaluate, compare, "
-    "calibrate, trials, reproduce, retrieval_recall and finetune run on "
-    "several.\n"
+    "trials, reproduce, retrieval_recall, calibrate, calibrate_queries, "
+    "train_gate and finetune run on several.\n"
   )
 
 
