@@ -67,11 +67,11 @@ def paged_attention_tpu(
 ) -> Partial:
   """Pallas kernel for `kvjax.kernels.paged_attention.paged_attention`.
 
-  Every page is read once, from the block of the first one of its span up to the
-  last visible one of its row. With T = R P
+  Every page is read once, up to the last visible one of its row. With T = R P
   slots these are 2 T D entries, which is optimal if D is a multiple of 128, and
-  8 or 12 bytes per slot for its owner and scales. Queries are multiplied with
-  the keys of all heads, because the matrix units are not the bottleneck.
+  8 or 12 bytes per slot for its owner and scales. Of a span, it reads the
+  blocks that have some of its pages. Queries are multiplied with the keys of
+  all heads, because the matrix units are not the bottleneck.
 
   Raises:
     NotImplementedError: there is more than one token or no page; P is not a

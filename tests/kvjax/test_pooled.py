@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import tpu as pltpu
 from jax.extend.core import jaxprs_in_params
 
 import kvjax
@@ -170,6 +171,22 @@ def test_kernels_read_pages_where_they_lie(platform, kv_dtype):
   layer = 2 * MOST * PAGE * WIDTH
   large = {name for name, size in made_by(program.jaxpr) if size >= layer}
   assert large <= {"reshape", "broadcast_in_dim"}  # which adds an axis
+
+
+@pytest.mark.parametrize(
+  "axes", ["", pytest.param("model:2", marks=pytest.mark.slow)]
+)
+def test_kernels_answer_what_xla_answers(axes):
+  expected, said = alone()
+  with contextlib.ExitStack() as contexts:
+    if axes:
+      contexts.enter_context(jax.set_mesh(mesh_of(axes)))
+    cache = compressed() if axes else expected
+    contexts.enter_context(
+      pltpu.force_tpu_interpret_mode(pltpu.InterpretParams())
+    )
+    contexts.enter_context(kernels.use(platform="tpu"))
+    np.testing.assert_array_equal(answers(cache), said)
 
 
 @pytest.mark.parametrize("axes", ["", "model:2", "data:4"])
