@@ -7,6 +7,7 @@ from jaxtyping import Array, Float, Int
 from kvjax.kernels.attention.options import PLAIN, AttentionOptions
 from kvjax.kernels.attention.partial import Partial, merge_devices
 from kvjax.kernels.dispatch import Implementation, dispatch, on_mesh
+from kvjax.kernels.paged_attention.spans import Span
 from kvjax.kernels.paged_attention.xla import paged_attention_xla
 from kvjax.kernels.programs import Programs
 from kvjax.kernels.quantized import Quantized
@@ -26,12 +27,14 @@ def paged_attention(
   implementation: Implementation | None = None,
   options: AttentionOptions = PLAIN,
   layer: Layer = None,
+  span: Span | None = None,
 ) -> Partial:
   """Softmax attention to R pages of P slots per row, causal by positions.
 
   A KV head may have any number of the pages, in any order. Time and memory are
-  proportional to R P, whatever the heads' shares of the pages are. On a mesh,
-  each device attends to its share of the pages; only queries and outputs move.
+  proportional to R P, whatever the heads' shares of the pages are, or to the
+  pages of `span`. On a mesh, each device attends to its share of the pages;
+  only queries and outputs move.
 
   Args:
     queries: rotated queries; head j reads KV head j // (N / K).
@@ -45,6 +48,7 @@ def paged_attention(
     implementation: kernels support single tokens and plain attention only.
     options: window, scale and softcap.
     layer: index of the layer in stacks.
+    span: where the pages with a head are; None for anywhere.
 
   Returns:
     The attention output in the dtype of the queries, and its log-sum-exp.
@@ -58,6 +62,7 @@ def paged_attention(
     result="B",
     kv_heads=kv_heads,
     options=options,
+    span=span,
   )
   partial: Partial = on_mesh(
     lambda *operands: attend(operands),

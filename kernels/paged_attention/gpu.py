@@ -20,15 +20,19 @@ from kvjax.kernels.attention.options import (
 from kvjax.kernels.attention.partial import Partial
 from kvjax.kernels.attention.warpgroup import ROWS, PartialSums, Tiles
 from kvjax.kernels.paged_attention.owners import owners_of
+from kvjax.kernels.paged_attention.spans import Span, Window
 from kvjax.kernels.quantized import Quantized, stored
 from kvjax.kernels.stacks import index_stack
 
 
 class _Operands(NamedTuple):
-  """Inputs of the kernel, as arrays or refs; a row has T = R P slots, C chunks.
+  """Inputs of the kernel, as arrays or refs; a row has T = R P slots.
+
+  C chunks of a row are read.
 
   Attributes:
     layer: index of the layer in the stacks, [1].
+    starts: first slot of each row that its chunks have, [B].
     counts: chunks of each row up to the last with a visible slot, [B].
     queries: queries of the token, padded to 64, [B, 64, D].
     owners: head of each slot that is visible to the token, else -1, [B, C, 64].
@@ -39,6 +43,7 @@ class _Operands(NamedTuple):
   """
 
   layer: Any
+  starts: Any
   counts: Any
   queries: Any
   owners: Any
@@ -58,6 +63,7 @@ def paged_attention_gpu(
   layer: Int[Array, ""],
   kv_heads: int,
   options: AttentionOptions = PLAIN,
+  span: Span | None = None,
 ) -> Partial:
   """Pallas kernel for `kvjax.kernels.paged_attention.paged_attention`.
 
@@ -67,8 +73,9 @@ def paged_attention_gpu(
   Raises:
     NotImplementedError: there is more than one token, more than 64 query heads
       or no page; queries do not have 16 bits, or keys and values have neither
-      their dtype nor int8; D is not 128, or 64 in 16 bits; the slots of a row
-      are no multiple of 8; attention is not plain but for its scale.
+      their dtype nor int8; D is not 128, or 64 in 16 bits; the slots of a row,
+      or of a page of a span, are no multiple of 8; a row has several parts;
+      attention is not plain but for its scale.
   """
   others = dataclasses.replace(options, scale=None)
   decline_unless_plain(others, keys.shape[-1], values.shape[-1])
@@ -84,9 +91,15 @@ def paged_attention_gpu(
   # Swizzled shared memory consists of rows of 128 bytes.
   if dim not in (64, 128) or dim * dtype.itemsize % 128:
     raise NotImplementedError(f"No rows of {dim} {dtype} are read.")
-  slots = key_positions[0].size
+  page, slots = key_positions.shape[2], key_positions[0].size
   if slots > 8 and slots % 8:  # Mosaic copies whole tiles of 8 rows.
     raise NotImplementedError(f"{slots} slots of a row are no multiple of 8.")
+  starts = jnp.zeros(batch, jnp.int32)
+  if window := Window.of(heads, span):
+    if page % 8:
+      raise NotImplementedError(f"Pages of {page} slots are no multiple of 8.")
+    starts = window.first_slots(page)
+    key_positions, heads = window.take((key_positions, heads))
 
   def to_chunks(
     x: Shaped[Array, "B R P"], fill: float = 0
@@ -101,12 +114,13 @@ def paged_attention_gpu(
     if not isinstance(x, Quantized):
       return None
     scale = index_stack(x.scale, layer)
+    scale = window.take(scale) if window else scale
     return to_chunks(scale[..., 0].astype(jnp.float32))
 
   def rows(
     x: Float[Array, "L B R P D"] | Quantized,
   ) -> Shaped[Array, "L B T D"]:
-    return stored(x).reshape(-1, batch, key_positions[0].size, dim)
+    return stored(x).reshape(-1, batch, slots, dim)
 
   owners = to_chunks(owners_of(query_positions, key_positions, heads), -1)
   chunks = owners.shape[1]
@@ -116,6 +130,7 @@ def paged_attention_gpu(
   padding = ((0, 0), (0, ROWS - query_heads), (0, 0))
   operands = _Operands(
     layer[None],
+    starts,
     jnp.max(jnp.where(any_visible, numbers[None], 0), axis=-1),
     jnp.pad(queries[:, :, 0], padding),
     owners,
@@ -170,7 +185,7 @@ def _kernel(
   row, split = jax.lax.axis_index("row"), jax.lax.axis_index("split")
   first = split * chunks_per_split
   used = jnp.clip(read.counts[row] - first, 0, chunks_per_split)
-  layer = read.layer[0]
+  layer, start = read.layer[0], read.starts[row]
   plgpu.copy_gmem_to_smem(read.queries.at[row], tiles.queries, tiles.ready)
   plgpu.barrier_wait(tiles.ready)
 
@@ -179,8 +194,8 @@ def _kernel(
   def fetch(number: Array) -> None:
     buffer = number & 1
     # The last chunk may exceed T: its copy fills up with zeros, which have no
-    # owner.
-    slots = pl.ds((first + number) * ROWS, ROWS)
+    # owner; nor have slots of other layers.
+    slots = pl.ds(start + (first + number) * ROWS, ROWS)
     for source, rows in ((read.keys, key_rows), (read.values, value_rows)):
       plgpu.copy_gmem_to_smem(
         source.at[layer, row, slots], rows.at[buffer], tiles.arrived.at[buffer]

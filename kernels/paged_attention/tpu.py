@@ -1,6 +1,7 @@
 """Attention over pages on TPUs: every head reads all slots of a block."""
 
 import functools
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from kvjax.kernels.attention.options import (
 from kvjax.kernels.attention.partial import Partial
 from kvjax.kernels.attention.running import Running
 from kvjax.kernels.paged_attention.owners import owners_of
+from kvjax.kernels.paged_attention.spans import Span, Window
 from kvjax.kernels.quantized import Quantized, stored
 from kvjax.kernels.stacks import index_stack
 
@@ -32,11 +34,13 @@ DTYPES = tuple(map(jnp.dtype, ("float32", "bfloat16", "int8")))
 class _Operands(NamedTuple):
   """Inputs of the kernel, as arrays or refs; a row has T = R P slots.
 
+  M slots of a row, which are whole blocks, are read.
+
   Attributes:
     queries: queries of the token, [B, N, D].
-    owners: head of each slot that is visible to the token, else -1, [B, 1, T].
-    key_scales: scales of quantized keys, [B, 1, T].
-    value_scales: scales of quantized values, [B, 1, T].
+    owners: head of each slot that is visible to the token, else -1, [B, 1, M].
+    key_scales: scales of quantized keys, [B, 1, M].
+    value_scales: scales of quantized values, [B, 1, M].
     keys: keys of all pages of all layers, [L, B, T, D].
     values: values of all pages of all layers, [L, B, T, D].
   """
@@ -59,18 +63,20 @@ def paged_attention_tpu(
   layer: Int[Array, ""],
   kv_heads: int,
   options: AttentionOptions = PLAIN,
+  span: Span | None = None,
 ) -> Partial:
   """Pallas kernel for `kvjax.kernels.paged_attention.paged_attention`.
 
   Every page is read once, up to the last visible one of its row. With T = R P
   slots these are 2 T D entries, which is optimal if D is a multiple of 128, and
-  8 or 12 bytes per slot for its owner and scales. Queries are multiplied with
-  the keys of all heads, because the matrix units are not the bottleneck.
+  8 or 12 bytes per slot for its owner and scales. Of a span, it reads the
+  blocks that have some of its pages. Queries are multiplied with the keys of
+  all heads, because the matrix units are not the bottleneck.
 
   Raises:
     NotImplementedError: there is more than one token or no page; P is not a
       multiple of 32; the dtype is not float32, bfloat16 or int8; attention is
-      not plain.
+      not plain; a row has several parts.
   """
   decline_unless_plain(options, keys.shape[-1], values.shape[-1])
   if queries.shape[2] != 1 or not heads.size:
@@ -81,10 +87,17 @@ def paged_attention_tpu(
   if len(dtypes) > 1 or not dtypes.issubset(DTYPES):
     raise NotImplementedError(f"No pages of {dtypes} are read.")
 
+  window = Window.of(heads, span)
+  if window:
+    key_positions, heads = window.take((key_positions, heads))
   owners = owners_of(query_positions, key_positions, heads)
-  operands = _operands(queries, keys, values, owners, layer)
+  block = min(_block(), -(-owners[0].size // LANES) * LANES)
+  operands = _operands(queries, keys, values, owners, layer, window, block)
+  first = jnp.zeros(len(owners), jnp.int32)
+  if window:
+    first = window.first_slots(key_positions.shape[2]) // block
   group = queries.shape[1] // kv_heads
-  largest, total, weighted = _call(operands, layer, group)
+  largest, total, weighted = _call(operands, layer, first, group, block)
   return Partial.of(largest, total, weighted[:, :, None], queries.dtype)
 
 
@@ -97,25 +110,40 @@ def _operands(
   queries: Float[Array, "B N 1 D"],
   keys: Float[Array, "L B R P D"] | Quantized,
   values: Float[Array, "L B R P D"] | Quantized,
-  owners: Int[Array, "B R P"],
+  owners: Int[Array, "B M P"],
   layer: Int[Array, ""],
+  window: Window | None,
+  block: int,
 ) -> _Operands:
-  batch = owners.shape[0]
-  block = min(_block(), -(-owners[0].size // LANES) * LANES)
+  batch, _, page = owners.shape
 
-  def flat(x: Shaped[Array, "B R P"], fill: float) -> Shaped[Array, "B 1 T"]:
+  def flat(x: Shaped[Array, "B M P"], fill: float) -> Shaped[Array, "B 1 T"]:
+    """Pads slots to the blocks that they are in.
+
+    Only owners and scales are padded. Keys and values beyond T are undefined,
+    and those before and after a window are other layers'; their owner is -1.
+    """
     x = x.reshape(batch, 1, -1)
-    # Only owners and scales are padded. Keys and values in the last block are
-    # undefined beyond T, where the owner is -1.
-    extra = -x.shape[-1] % block
-    return jnp.pad(x, ((0, 0), (0, 0), (0, extra)), constant_values=fill)
+    # A page may begin anywhere in the window's first block.
+    before = block - math.gcd(block, page) if window else 0
+    size = -(-(before + x.shape[-1]) // block) * block
+    padding = ((0, 0), (0, 0), (before, size - x.shape[-1]))
+    x = jnp.pad(x, padding, constant_values=fill)
+    if window is None:
+      return x
+    start = before - window.first_slots(page) % block
+    cut = functools.partial(
+      jax.lax.dynamic_slice_in_dim, slice_size=size, axis=1
+    )
+    return jax.vmap(cut)(x, start)
 
   def scales(
     x: Float[Array, "L B R P D"] | Quantized,
-  ) -> Float[Array, "B 1 T"] | None:
+  ) -> Float[Array, "B 1 _"] | None:
     if not isinstance(x, Quantized):
       return None
     scale = index_stack(x.scale, layer)
+    scale = window.take(scale) if window else scale
     return flat(scale[..., 0].astype(jnp.float32), 0.0)
 
   def rows(
@@ -135,12 +163,14 @@ def _operands(
 
 
 def _call(
-  operands: _Operands, layer: Int[Array, ""], group: int
+  operands: _Operands,
+  layer: Int[Array, ""],
+  first: Int[Array, " B"],
+  group: int,
+  block: int,
 ) -> tuple[Float[Array, "B N _"], ...]:
   batch, query_heads, dim = operands.queries.shape
-  slots = operands.owners.shape[-1]
-  block = min(_block(), slots)
-  blocks = slots // block
+  blocks = operands.owners.shape[-1] // block
   visible = operands.owners.reshape(batch, blocks, block) >= 0
   counts = jnp.sum(visible, axis=-1, dtype=jnp.int32)
   numbers = jnp.arange(blocks, dtype=jnp.int32)
@@ -159,7 +189,12 @@ def _call(
   )
   rows = pl.BlockSpec(
     (None, 1, block, dim),
-    lambda b, i, last, _, layer: (layer[0], b, jnp.minimum(i, last[b]), 0),
+    lambda b, i, last, _, layer, first: (
+      layer[0],
+      b,
+      first[b] + jnp.minimum(i, last[b]),
+      0,
+    ),
   )
   specs = _Operands(
     of_row(operands.queries),
@@ -177,7 +212,7 @@ def _call(
     functools.partial(_kernel, group=group),
     out_shape=shapes,
     grid_spec=pltpu.PrefetchScalarGridSpec(
-      num_scalar_prefetch=3,
+      num_scalar_prefetch=4,
       grid=(batch, blocks),
       in_specs=(specs,),
       out_specs=tuple(map(of_row, shapes)),
@@ -187,13 +222,14 @@ def _call(
     ),
     name="paged_attention",
   )
-  return tuple(call(last, counts.reshape(-1), layer[None], operands))
+  return tuple(call(last, counts.reshape(-1), layer[None], first, operands))
 
 
 def _kernel(
   last: Any,
   counts: Any,
   layer: Any,
+  first: Any,
   read: _Operands,
   largest: Any,
   total: Any,
@@ -202,7 +238,7 @@ def _kernel(
   group: int,
 ) -> None:
   """Attends to a block of slots."""
-  del last, layer
+  del last, layer, first
   number = pl.program_id(1)
   count = counts[pl.program_id(0) * pl.num_programs(1) + number]
   block = read.owners.shape[-1]

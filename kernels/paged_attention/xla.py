@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int
 from kvjax.kernels.attention.options import PLAIN, AttentionOptions
 from kvjax.kernels.attention.partial import Partial, merge
 from kvjax.kernels.attention.query_chunks import in_query_chunks
+from kvjax.kernels.paged_attention.spans import Span, Window
 from kvjax.kernels.quantized import Quantized, dequantize
 from kvjax.kernels.stacks import index_stack
 
@@ -35,15 +36,19 @@ def paged_attention_xla(
   layer: Int[Array, ""],
   kv_heads: int,
   options: AttentionOptions = PLAIN,
+  span: Span | None = None,
 ) -> Partial:
   """XLA version of `kvjax.kernels.paged_attention.paged_attention`.
 
   It takes O(G S R P) time. Every page gets a copy of the queries of its head,
   at most as many at a time as it has slots. Quantized pages are dequantized a
-  few at a time.
+  few at a time. XLA copies the pages of a span, as it does a layer of a stack,
+  before it multiplies.
   """
   keys, values = index_stack((keys, values), layer)
   pages = Pages(keys, values, key_positions, heads)
+  if window := Window.of(heads, span):
+    pages = window.take(pages)
   quantized = isinstance(keys, Quantized) or isinstance(values, Quantized)
 
   def attend(

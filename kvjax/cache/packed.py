@@ -13,7 +13,7 @@ from kvjax.cache.layers import KV_DTYPES, LayerCache, Slots
 from kvjax.cache.tailed import TailedLayer
 from kvjax.kernels.gather import compact
 from kvjax.kernels.mesh_axes import CONTEXT, MODEL, axis_size, whole
-from kvjax.kernels.paged_attention import paged_attention
+from kvjax.kernels.paged_attention import Span, paged_attention
 from kvjax.kernels.quantized import Quantized, quantize
 from kvjax.struct import replace, struct
 
@@ -223,7 +223,13 @@ class PackedLayer(TailedLayer):
     self, activations: Activations
   ) -> tuple[Float[Array, "B N S Dv"], "PackedLayer"]:
     """Attends to the pages and the tail."""
-    return self._attend(activations, self.pages, None), self
+    return self.attend_within(activations, None), self
+
+  def attend_within(
+    self, activations: Activations, span: Span | None
+  ) -> Float[Array, "B N S Dv"]:
+    """Attends to the pages, those with a head being in `span`, and the tail."""
+    return self._attend(activations, self.pages, None, span)
 
   def step(
     self, index: Index, activations: Activations, arrange: Arrange | None = None
@@ -240,7 +246,11 @@ class PackedLayer(TailedLayer):
     return layer._attend(activations, pages, index), stack
 
   def _attend(
-    self, activations: Activations, pages: Pages, layer: Index
+    self,
+    activations: Activations,
+    pages: Pages,
+    layer: Index,
+    span: Span | None = None,
   ) -> Float[Array, "B N S Dv"]:
     """Attends to pages, which may be those of a stack, and to the tail."""
     partial = paged_attention(
@@ -253,6 +263,7 @@ class PackedLayer(TailedLayer):
       self.tail.positions.shape[1],
       options=activations.attention,
       layer=layer,
+      span=span,
     )
     return self._attend_with_tail(activations, partial)
 

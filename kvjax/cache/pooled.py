@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from kvjax.activations import Activations
 from kvjax.cache.base import AXES, Arrange, Index, Layer, host_copy
@@ -14,6 +14,7 @@ from kvjax.cache.layers import Slots
 from kvjax.cache.packed import PackedLayer, Pages, page_devices
 from kvjax.cache.tailed import TailedLayer
 from kvjax.kernels.dispatch import on_mesh
+from kvjax.kernels.paged_attention import Span, Window
 from kvjax.struct import replace, static, struct
 
 
@@ -23,13 +24,12 @@ class PooledLayers(TailedLayer):
 
   The memory is proportional to the tokens that all layers keep together,
   however unevenly, and its shapes depend on that total alone. The pages of a
-  row are those of layer 0, then those of layer 1, and so on. They fill the
-  first slab, which is the first part along the leading axis, then the second;
-  so a layer's pages need not be in the slab of its index. It is always a stack:
+  row are those of layer 0, then those of layer 1, and so on, then unused ones.
+  They are one array, whose axis of layers has size 1. It is always a stack:
   `at` returns a layer as a `PackedLayer`, with its pages copied out.
 
-  On a mesh each device has a pool of its own, for its pages of every layer:
-  slabs have `devices` equal parts, one each.
+  On a mesh each device has a pool of its own, for its pages of every layer: a
+  row has `devices` equal parts, one each.
 
   Attributes:
     pages: the pool; `heads` has KV head + K x layer for each page, -1 for an
@@ -48,7 +48,7 @@ class PooledLayers(TailedLayer):
 
   @classmethod
   def empty(cls, packed: PackedLayer, pages: int) -> "PooledLayers":
-    """Makes a layer's part of an empty pool.
+    """Makes a layer's part of an empty pool; `place` joins those of a stack.
 
     Args:
       packed: a layer of the pool, with the most pages that one may have.
@@ -67,11 +67,11 @@ class PooledLayers(TailedLayer):
   def lengths(self) -> Int[Array, "L B K"]:
     """Number of tokens per layer, row and KV head."""
     layers, batch, kv_heads, _ = self.tail.positions.shape
-    valid = jnp.sum(self.pages.positions >= 0, axis=-1, dtype=jnp.int32)
-    owners = self.pages.heads
+    pages = self._rows
+    valid = jnp.sum(pages.positions >= 0, axis=-1, dtype=jnp.int32)
     # Beyond the last head, where nothing is counted.
-    owners = jnp.where(owners >= 0, owners, layers * kv_heads)
-    rows = jnp.arange(batch, dtype=jnp.int32)[None, :, None]
+    owners = jnp.where(pages.heads >= 0, pages.heads, layers * kv_heads)
+    rows = jnp.arange(batch, dtype=jnp.int32)[:, None]
     counts = jnp.zeros((batch, layers * kv_heads), jnp.int32)
     counts = counts.at[rows, owners].add(valid, mode="drop")
     by_layer = counts.reshape(batch, layers, kv_heads)
@@ -87,42 +87,39 @@ class PooledLayers(TailedLayer):
       self.tail,
       packed.tail,
     )
-    write = functools.partial(_write, self._part)
-    packed_pages = replace(packed.pages, heads=owned)
-    operands = (self.pages, packed_pages)
-    pages = self._on_devices(write, operands, ("LBR", "BR"), "LBR")
+    write = functools.partial(_write, self._span.part)
+    operands = (self.pages, replace(packed.pages, heads=owned))
+    pages = on_mesh(write, operands, ("LBR", "BR"), "LBR")
     return replace(self, pages=pages, tail=tail)
 
   def at(self, index: Index | int) -> Any:
     """Returns one layer, as a `PackedLayer`."""
-    assert index is not None
-    kv_heads = self.tail.positions.shape[2]
-    first = jnp.asarray(index, jnp.int32) * kv_heads
-    take = functools.partial(_take, self._part, kv_heads, self.most)
-    operands = (self.pages, first)
-    pages = self._on_devices(take, operands, ("LBR", ""), "BR")
+
+    def take(pages: Pages) -> Pages:
+      window = Window.of(pages.heads, self._span)
+      return window.take(pages) if window else pages
+
+    pages = on_mesh(take, (self._pages_of(index),), ("BR",), "BR")
     return PackedLayer(pages, self.tail.at(index))
 
   @property
-  def _part(self) -> int:
-    """Pages of a slab that are of one device."""
-    return self.pages.heads.shape[2] // self.devices
+  def _span(self) -> Span:
+    """Where the pages of a layer are."""
+    return Span(self.pages.heads.shape[2] // self.devices, self.most)
 
-  def _on_devices(
-    self,
-    change: Callable[..., Pages],
-    operands: Sequence[Any],
-    spread: Sequence[str],
-    result: str,
-  ) -> Pages:
-    """Changes the pool of each device there, where the mesh has these devices.
+  @property
+  def _rows(self) -> Pages:
+    """The pool without its axis of layers."""
+    rows: Pages = jax.tree.map(lambda x: x.reshape(x.shape[1:]), self.pages)
+    return rows
 
-    A pool that was saved under another mesh is changed as a whole.
-    """
-    if self.devices % page_devices():
-      return change(*operands)
-    pages: Pages = on_mesh(change, operands, spread, result)
-    return pages
+  def _pages_of(self, index: Index | int) -> Pages:
+    """The pool, in which the pages of one layer alone have heads."""
+    assert index is not None
+    pages, kv_heads = self._rows, self.tail.positions.shape[2]
+    heads = pages.heads - jnp.asarray(index, jnp.int32) * kv_heads
+    own = (heads >= 0) & (heads < kv_heads)
+    return replace(pages, heads=jnp.where(own, heads, -1))
 
   def attend(
     self, activations: Activations
@@ -133,10 +130,11 @@ class PooledLayers(TailedLayer):
   def step(
     self, index: Index, activations: Activations, arrange: Arrange | None = None
   ) -> tuple[Float[Array, "B N S Dv"], "PooledLayers"]:
-    """Appends a block to a layer and attends to it."""
+    """Appends a block to a layer and attends to it, in the pool."""
     assert arrange is None
     stack = self.append(activations, index)
-    return stack.at(index).attend(activations)[0], stack
+    layer = PackedLayer(stack._pages_of(index), stack.tail.at(index))
+    return layer.attend_within(activations, self._span), stack
 
   def map_slots(self, change: Callable[[Any], Any]) -> "PooledLayers":
     """Changes every part that has keys, values and positions."""
@@ -152,31 +150,30 @@ class PooledLayers(TailedLayer):
   def grown_like(self, other: Layer) -> "PooledLayers":
     """Grows to the pool and the tail of another one."""
     assert isinstance(other, PooledLayers)
-    tail, extra = self.tail.grown_like(other.tail), other._part - self._part
+    tail = self.tail.grown_like(other.tail)
+    extra = other._span.part - self._span.part
     if extra <= 0 or self.devices != other.devices:
       return replace(self, tail=tail)
-    layers, devices = len(self.pages.heads), self.devices
-
-    def to_rows(x: Array) -> Array:
-      """Joins what a device has of all slabs, as it fills them in turn."""
-      parts = x.reshape(*x.shape[:2], devices, -1, *x.shape[3:])
-      joined = jnp.moveaxis(parts, 0, 2)
-      return joined.reshape(x.shape[1], -1, *x.shape[3:])
-
-    def to_slabs(x: Array) -> Array:
-      parts = x.reshape(len(x), devices, layers, -1, *x.shape[2:])
-      slabs = jnp.moveaxis(parts, 2, 0)
-      return slabs.reshape(layers, len(x), -1, *x.shape[2:])
-
-    rows: Pages = jax.tree.map(to_rows, self.pages)
-    pages = jax.tree.map(to_slabs, rows.grow(layers * extra, devices))
-    return PooledLayers(pages, tail, max(self.most, other.most), devices)
+    pages = self.pages.grow(extra, self.devices)
+    return PooledLayers(pages, tail, max(self.most, other.most), self.devices)
 
   def place(
     self, place_tree: Callable[[Any, Sequence[str]], Any]
   ) -> "PooledLayers":
-    """Places the arrays on a mesh, pages in the place of heads."""
-    pages = place_tree(self.pages, AXES)
+    """Places the arrays on a mesh, pages in the place of heads.
+
+    A new pool, and that of an older file, has pages for each layer, of which a
+    device fills all that it has in turn. They are joined first.
+    """
+
+    def join(x: Shaped[Array, "L B R *P"]) -> Shaped[Array, "1 B S *P"]:
+      parts = x.reshape(*x.shape[:2], self.devices, -1, *x.shape[3:])
+      return jnp.moveaxis(parts, 0, 2).reshape(1, x.shape[1], -1, *x.shape[3:])
+
+    pages = self.pages
+    if len(pages.heads) > 1:
+      pages = jax.tree.map(join, pages)
+    pages = place_tree(pages, AXES)
     return replace(self, pages=pages, tail=self.tail.place(place_tree))
 
   def row_positions(
@@ -186,12 +183,9 @@ class PooledLayers(TailedLayer):
     assert index is not None
     positions = self.tail.row_positions(row, index)
     kv_heads = len(positions)
-    pages = host_copy(self.pages.positions, None)[:, row]
-    for owner, page in zip(
-      host_copy(self.pages.heads, None)[:, row].ravel(),
-      pages.reshape(-1, pages.shape[-1]),
-      strict=True,
-    ):
+    pages = host_copy(self.pages.positions, 0)[row]
+    heads = host_copy(self.pages.heads, 0)[row]
+    for owner, page in zip(heads, pages, strict=True):
       layer, head = divmod(int(owner), kv_heads)
       if layer == index:
         positions[head] += [int(p) for p in page if p >= 0]
@@ -202,52 +196,18 @@ def _write(part: int, pool: Pages, pages: Pages) -> Pages:
   """Writes a layer's pages after those that the pools already have.
 
   Args:
-    part: pages of a slab that are of one device.
+    part: pages of a row's pool on a device.
     pool: the pools of some devices, or of one.
     pages: those of the layer on the same devices, used ones first on each.
   """
-  devices = pool.heads.shape[2] // part
-  owners = pages.heads.reshape(len(pages.heads), devices, -1)
+  batch, total = pool.heads.shape[1:]
+  used = pool.heads.reshape(batch, -1, part) >= 0
+  free = jnp.sum(used, axis=2, dtype=jnp.int32)
+  free += jnp.arange(0, total, part, dtype=jnp.int32)[None]
+  owners = pages.heads.reshape(batch, free.shape[1], -1)
   number = jnp.arange(owners.shape[2], dtype=jnp.int32)[None, None]
-  place = _first_place(pool.heads >= 0, part)[..., None] + number
   # Unused pages go beyond the pool, where they are dropped.
-  place = jnp.where(owners >= 0, place, len(pool.heads) * part)
-  where = _index(place, part)
+  place = jnp.where(owners >= 0, free[..., None] + number, total)
+  rows = jnp.arange(batch, dtype=jnp.int32)[:, None]
+  where = 0, rows, place.reshape(batch, -1)
   return jax.tree.map(lambda x, y: x.at[where].set(y, mode="drop"), pool, pages)
-
-
-def _take(
-  part: int, kv_heads: int, most: int, pool: Pages, first: Int[Array, ""]
-) -> Pages:
-  """Takes the pages of a layer, whose heads count from `first` in the pool."""
-  before = (pool.heads >= 0) & (pool.heads < first)
-  number = jnp.arange(most, dtype=jnp.int32)[None, None]
-  place = _first_place(before, part)[..., None] + number
-  place = jnp.minimum(place, len(pool.heads) * part - 1)
-  # At the end of a pool, the last page stands in for those that follow.
-  distinct = jnp.diff(place, axis=2, prepend=-1) > 0
-  where = _index(place, part)
-  pages: Pages = jax.tree.map(lambda x: x[where], pool)
-  own = (pages.heads >= first) & (pages.heads < first + kv_heads)
-  own &= distinct.reshape(own.shape)
-  return replace(pages, heads=jnp.where(own, pages.heads - first, -1))
-
-
-def _first_place(before: Bool[Array, "L B R"], part: int) -> Int[Array, "B n"]:
-  """Counts the pages of each device's pool that come before others."""
-  slabs, batch, _ = before.shape
-  by_device = before.astype(jnp.int32).reshape(slabs, batch, -1, part)
-  return jnp.sum(by_device, axis=(0, 3))
-
-
-def _index(
-  place: Int[Array, "B n M"], part: int
-) -> tuple[Int[Array, "B nM"], ...]:
-  """Finds places of each device's pool in the axes of slabs, rows and pages."""
-  batch, devices, _ = place.shape
-  device = jnp.arange(devices, dtype=jnp.int32)[None, :, None]
-  # Beyond the last slab, where nothing is written, whatever the page.
-  page = device * part + place % part
-  flat = (batch, -1)
-  row = jnp.arange(batch, dtype=jnp.int32)[:, None]
-  return (place // part).reshape(flat), row, page.reshape(flat)

@@ -1,21 +1,27 @@
-"""Pools of pages on meshes: each device has its share of every layer."""
+"""Pools of pages: layers are read in them, and meshes share them out."""
 
 import contextlib
+import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import tpu as pltpu
+from jax.extend.core import jaxprs_in_params
 
 import kvjax
-from kvjax.cache.packed import PAGE
+from kvjax import kernels
+from kvjax.cache.layers import LayerCache
+from kvjax.cache.packed import PAGE, PackedLayer
 from kvjax.cache.pooled import PooledLayers
-from kvjax.cache.sharding import parse_mesh, split_mesh
+from kvjax.cache.sharding import parse_mesh, shard_stack, split_mesh
 from kvjax.engine.decode import DecodingInputs, decode
 from kvjax.kernels.compiled.collectives import collectives
 from kvjax.kernels.compiled.hlo import Module
-from kvjax.testing import TinyModel, kept_positions
+from kvjax.struct import replace
+from kvjax.testing import TinyModel, kept_positions, random_activations
 
 SPEC = kvjax.LayerSpec(heads=4, kv_heads=2, key_dim=8)
 MODEL = TinyModel(kvjax.Geometry((SPEC,) * 3, 4096))
@@ -77,8 +83,8 @@ def test_each_device_has_its_share_of_the_pages_of_every_layer(axes):
   share = keys.sharding.shard_shape(keys.shape)[2]
   assert share * devices == keys.shape[2]
   # A device has as many used pages as any other, or one less for each layer.
-  used = np.asarray(pool.pages.heads).reshape(3, 4, devices, share) >= 0
-  by_device = used.sum(axis=(0, 3))
+  used = np.asarray(pool.pages.heads).reshape(4, devices, share) >= 0
+  by_device = used.sum(axis=2)
   assert np.all(np.ptp(by_device, axis=1) <= 3)
   assert by_device.sum() * PAGE >= sum(
     len(head)
@@ -105,6 +111,84 @@ def test_decoding_moves_no_pages():
   assert max(each.largest for each in found) < one_page_a_row
 
 
+LAYERS, SHARE, MOST, WIDTH = 6, 40, 48, 128
+
+
+def pool_of(dtype, rows=1, kv_dtype=None):
+  """Shapes of a pool of pages that its layers share evenly, and of a token."""
+  seen = random_activations(
+    0, [1] * rows, 1, heads=4, kv_heads=2, head_dim=WIDTH
+  )
+  seen = jax.tree.map(
+    lambda x: x.astype(dtype) if x.dtype == jnp.float32 else x, seen
+  )
+
+  def make(seen):
+    slots = jnp.zeros((rows, 2, 1), jnp.int32)
+    layer = PackedLayer.of(LayerCache.of(seen), slots, 2)
+    layer = layer.quantize(kv_dtype) if kv_dtype else layer
+    extra = MOST - layer.pages.heads.shape[1]
+    layer = replace(layer, pages=layer.pages.grow(extra, 1))
+    part = PooledLayers.empty(layer, SHARE)
+    stack = jax.tree.map(lambda x: jnp.stack([x] * LAYERS), part)
+    return shard_stack(stack).grow(32)
+
+  return jax.eval_shape(make, seen), jax.eval_shape(lambda: seen)
+
+
+def test_a_step_copies_one_layer_once_on_a_cpu():
+  """A CPU's products cannot read a part of an array.
+
+  What a layer may have is cut out of the pool, which reads and writes it, and
+  multiplied. Of several rows, XLA counts the whole pool.
+  """
+  pool, seen = pool_of("float32")
+  step = jax.jit(PooledLayers.step, donate_argnums=0)
+  compiled = step.lower(pool, jnp.int32(2), seen).compile()
+  layer = MOST * PAGE * 2 * WIDTH * 4
+  assert compiled.cost_analysis()["bytes accessed"] < 3.4 * layer
+  assert compiled.memory_analysis().temp_size_in_bytes < 1.2 * layer
+
+
+def made_by(jaxpr):
+  """Operations of a program outside of kernels, and the sizes of results."""
+  for equation in jaxpr.eqns:
+    if equation.primitive.name not in ("pallas_call", "core_map", "mpmd_map"):
+      for part in jaxprs_in_params(equation.params):
+        yield from made_by(part)
+    for made in equation.outvars:
+      yield equation.primitive.name, made.aval.size
+
+
+@pytest.mark.parametrize("kv_dtype", [None, "int8"])
+@pytest.mark.parametrize("platform", ["tpu", "gpu"])
+def test_kernels_read_pages_where_they_lie(platform, kv_dtype):
+  """Nothing as large as a layer's keys is made but views of the pool."""
+  pool, seen = pool_of("bfloat16", rows=2, kv_dtype=kv_dtype)
+  # Where the kernel declines, this raises an error.
+  with kernels.use("pallas", platform):
+    program = jax.make_jaxpr(PooledLayers.step)(pool, jnp.int32(2), seen)
+  layer = 2 * MOST * PAGE * WIDTH
+  large = {name for name, size in made_by(program.jaxpr) if size >= layer}
+  assert large <= {"reshape", "broadcast_in_dim"}  # which adds an axis
+
+
+@pytest.mark.parametrize(
+  "axes", ["", pytest.param("model:2", marks=pytest.mark.slow)]
+)
+def test_kernels_answer_what_xla_answers(axes):
+  expected, said = alone()
+  with contextlib.ExitStack() as contexts:
+    if axes:
+      contexts.enter_context(jax.set_mesh(mesh_of(axes)))
+    cache = compressed() if axes else expected
+    contexts.enter_context(
+      pltpu.force_tpu_interpret_mode(pltpu.InterpretParams())
+    )
+    contexts.enter_context(kernels.use(platform="tpu"))
+    np.testing.assert_array_equal(answers(cache), said)
+
+
 @pytest.mark.parametrize("axes", ["", "model:2", "data:4"])
 def test_a_pool_goes_on_under_another_mesh(axes, tmp_path):
   with jax.set_mesh(mesh_of("model:4")):
@@ -116,3 +200,31 @@ def test_a_pool_goes_on_under_another_mesh(axes, tmp_path):
     np.testing.assert_array_equal(answers(cache), said)
   for row in range(len(LENGTHS)):
     assert kept_positions(cache, row) == kept_positions(expected, row)
+
+
+@pytest.mark.parametrize("axes", ["", "model:4"])
+def test_files_with_pages_by_layer_are_read(axes, tmp_path):
+  """Older files have a slab of pages per layer, which pools fill in turn."""
+  expected, said = alone()
+  with jax.set_mesh(mesh_of("model:4")):
+    cache = compressed()
+    (pool,) = cache.stacks
+
+    def by_layer(x):
+      parts = x.reshape(x.shape[1], pool.devices, 3, -1, *x.shape[3:])
+      slabs = jnp.moveaxis(parts, 2, 0)
+      return slabs.reshape(3, x.shape[1], -1, *x.shape[3:])
+
+    older = replace(pool, pages=jax.tree.map(by_layer, pool.pages))
+    older = dataclasses.replace(cache, stacks=(older,))
+    kvjax.save_cache(older, tmp_path, model=MODEL, model_id="tiny")
+  context = jax.set_mesh(mesh_of(axes)) if axes else contextlib.nullcontext()
+  with context:
+    loaded = kvjax.load_cache(tmp_path, model=MODEL, model_id="tiny")
+    np.testing.assert_array_equal(answers(loaded), said)
+  for ours, theirs in zip(
+    *map(jax.tree.leaves, (loaded.stacks, cache.stacks)), strict=True
+  ):
+    np.testing.assert_array_equal(ours, theirs)
+  for row in range(len(LENGTHS)):
+    assert kept_positions(loaded, row) == kept_positions(expected, row)

@@ -115,7 +115,7 @@ def test_budgets_are_joined_on_a_mesh(method, axes):
 
 
 def test_pools_keep_the_order_of_their_pages():
-  """A smaller pool's pages fill the slabs of a larger one from the first."""
+  """A smaller pool's pages are the first ones of a larger one."""
   large, small, _ = caches_of("kvzip:chunk=128")
   grown = stacking._grow_like(small, large)
   heads = np.asarray(grown.stacks[0].pages.heads)
