@@ -1,6 +1,5 @@
 """Attention over pages, and over parts, against float64 loops."""
 
-import contextlib
 import functools
 import re
 
@@ -8,89 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import mosaic_gpu as plgpu
-from jax.experimental.pallas import tpu as pltpu
+from page_rows import PAGE, T, block, by_hand, close, eighths, on, paged
 
 from kvjax import kernels
 from kvjax.cache.sharding import parse_mesh
 from kvjax.kernels.attention import Partial, attention, merge, partial_attention
-from kvjax.kernels.paged_attention import Span, paged_attention, xla
+from kvjax.kernels.paged_attention import paged_attention, xla
 from kvjax.kernels.paged_attention.reference import paged_attention_reference
-from kvjax.kernels.quantized import Quantized, dequantize, quantize
-
-PAGE = 8
-T = 40
-
-
-def block(seed, K, G, S, D=16, dtype="float32", T=T):
-  """Two rows of T tokens, S queries at their end, and what heads keep.
-
-  The first query head of the first row finds all keys alike.
-  """
-  rng = np.random.default_rng(seed)
-  q, k, v = (
-    rng.normal(size=(2, heads, length, D)).astype(dtype)
-    for heads, length in ((K * G, S), (K, T), (K, T))
-  )
-  q[0, 0] = 0
-  places = np.broadcast_to(np.arange(T - S, T, dtype=np.int32), (2, S))
-  share = np.linspace(1.0, 0.0, K + 1)[:-1]
-  kept = rng.random((2, K, T)) < share[None, :, None]
-  kept[1] = np.roll(kept[1], 1, axis=0)  # rows differ in what heads hold
-  kept[1, -1] = False
-  return *map(jnp.asarray, (q, k, v, places)), kept
-
-
-def paged(k, v, kept, unused=None, PAGE=PAGE):
-  """Pages in random order; NaN wherever there is no token.
-
-  There are `unused` ones after them; by default they come to a number that
-  follows from the shapes alone.
-  """
-  rng = np.random.default_rng(0)
-  k, v = np.asarray(k), np.asarray(v)
-  rows = []
-  for b in range(len(kept)):
-    pages = []
-    for j in range(kept.shape[1]):
-      slots = np.flatnonzero(kept[b, j])
-      pages += [(j, slots[i : i + PAGE]) for i in range(0, len(slots), PAGE)]
-    rows.append([pages[i] for i in rng.permutation(len(pages))])
-  R = max(map(len, rows)) + (unused or 0)
-  if unused is None:
-    R = 2 + k.shape[1] * -(-k.shape[2] // PAGE)
-  shape = (len(kept), R, PAGE)
-  positions, heads = np.full(shape, -1, np.int32), np.full(shape[:2], -1)
-  pk, pv = (np.full((*shape, x.shape[-1]), np.nan, x.dtype) for x in (k, v))
-  for b, pages in enumerate(rows):
-    for r, (j, slots) in enumerate(pages):
-      heads[b, r] = j
-      positions[b, r, : len(slots)] = slots
-      pk[b, r, : len(slots)], pv[b, r, : len(slots)] = (
-        k[b, j][slots],
-        v[b, j][slots],
-      )
-  positions[heads < 0] = 3  # an unused page drops out whatever it holds
-  heads = heads.astype(np.int32)
-  return tuple(map(jnp.asarray, (pk, pv, positions, heads)))
-
-
-def by_hand(q, k, v, places, kept):
-  """Every query by itself, in float64."""
-  q, k, v = (np.asarray(x).astype(np.float64) for x in (q, k, v))
-  B, N, S, D = q.shape
-  output, lse = np.zeros(q.shape), np.full((B, N, S), -np.inf)
-  for b, n, s in np.ndindex(B, N, S):
-    j = n * k.shape[1] // N
-    slots = np.flatnonzero(kept[b, j])
-    slots = slots[slots <= int(places[b, s])]
-    if len(slots):
-      logits = k[b, j, slots] @ q[b, n, s] / D**0.5
-      most = logits.max()
-      lse[b, n, s] = most + np.log(np.sum(np.exp(logits - most)))
-      output[b, n, s] = np.exp(logits - lse[b, n, s]) @ v[b, j, slots]
-  return output, lse
-
 
 XLA = jax.jit(paged_attention, static_argnums=6)
 REFERENCE = jax.jit(paged_attention_reference, static_argnums=6)
@@ -245,41 +168,6 @@ def read_layer(queries, keys, values, *rest):
   return paged_attention(queries, keys, values, *rest, layer=jnp.int32(1))
 
 
-@contextlib.contextmanager
-def on(platform):
-  """Pallas kernels, interpreted."""
-  interpret = {
-    "tpu": (pltpu.force_tpu_interpret_mode, pltpu.InterpretParams),
-    "gpu": (plgpu.force_gpu_interpret_mode, plgpu.InterpretGPUParams),
-  }
-  force, make = interpret[platform]
-  with force(make(detect_races=True)), kernels.use("pallas", platform):
-    yield
-
-
-@jax.jit
-def eighths(k, v, pages):
-  """Pages in eight bits, what they stand for, and NaN scales where NaN was."""
-  pk, pv, positions, heads = pages
-
-  def of(x):
-    small = quantize(jnp.nan_to_num(x), "int8")
-    lost = jnp.isnan(x).any(axis=-1, keepdims=True)
-    return Quantized(small.qvalue, jnp.where(lost, jnp.nan, small.scale))
-
-  k, v = (dequantize(quantize(x, "int8"), jnp.float32) for x in (k, v))
-  return k, v, (of(pk), of(pv), positions, heads)
-
-
-def close(found, expected, tolerance):
-  output, lse = expected
-  found_output = np.asarray(found.output, np.float64)
-  largest = np.abs(output).max()
-  np.testing.assert_allclose(found_output, output, atol=tolerance * largest)
-  np.testing.assert_allclose(found.lse, lse, rtol=0, atol=1e-5)
-  assert np.any(np.isneginf(lse))
-
-
 @pytest.mark.parametrize("S", [1, 5])
 def test_pages_of_eight_bits_are_made_whole_a_few_at_a_time(monkeypatch, S):
   monkeypatch.setattr(xla, "MAX_DEQUANTIZED", 3 * PAGE)
@@ -326,86 +214,6 @@ def test_gpu_kernel(chosen, dtype, D, blocks):
     run = jax.jit(read_layer, static_argnums=6)
     found = run(q, *pages[:2], places, *pages[2:], 2)
   close(found, by_hand(q, k, v, places, kept), 2e-2)
-
-
-def in_pool(pages, starts, part):
-  """Pages in turns among the parts of a row, from a page on in each.
-
-  Those before and after them are of no head, and have tokens to attend to.
-  """
-  parts = len(starts[0])
-
-  def put(x, fill):
-    x = np.asarray(x)
-    pool = np.full((2, parts, part, *x.shape[2:]), fill, x.dtype)
-    for b, n in np.ndindex(2, parts):
-      mine = x[b, n::parts]
-      pool[b, n, starts[b][n] : starts[b][n] + len(mine)] = mine
-    return jnp.asarray(pool.reshape(2, parts * part, *x.shape[2:]))
-
-  return jax.tree.map(
-    put, pages, (*jax.tree.map(lambda _: 3, pages[:2]), 0, -1)
-  )
-
-
-# Pages at the beginning and the end of a pool, and in the middle of a block.
-ENDS = ((0,), (17,)), ((6,), (3,))
-
-
-@pytest.mark.parametrize("starts", ENDS)
-@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
-@pytest.mark.parametrize("platform", ["cpu", "tpu", "gpu"])
-def test_a_layer_is_read_where_it_is_in_a_pool(chosen, platform, dtype, starts):
-  chosen({"paged_attention/tpu": {"block": 128}})
-  q, k, v, places, kept = block(13, 2, 3, 1, D=128, dtype="bfloat16", T=150)
-  pages = paged(k, v, kept, unused=0, PAGE=32)
-  most = pages[3].shape[1]
-  part = 17 + most
-  if dtype == "int8":
-    k, v, pages = eighths(k, v, pages)
-  keys, values, positions, heads = in_pool(pages, starts, part)
-  run = jax.jit(
-    functools.partial(paged_attention, kv_heads=2, span=Span(part, most))
-  )
-  with contextlib.nullcontext() if platform == "cpu" else on(platform):
-    found = run(q, keys, values, places, positions, heads)
-  close(found, by_hand(q, k, v, places, kept), 2e-2)
-
-
-# The parts of two devices, and how many of the pages a device has here.
-@pytest.mark.parametrize("cut", [1, 2, 3])
-@pytest.mark.parametrize("S", [1, 5])
-def test_a_device_may_have_parts_of_several(S, cut):
-  """All of both, or a mesh of other devices has cut through them."""
-  q, k, v, places, kept = block(14, 3, 2, S)
-  pages = paged(k, v, kept, unused=1)
-  most, part = -(-pages[3].shape[1] // 2), 30
-  starts = ((4, 30 - most), (9, 0))
-  keys, values, positions, heads = in_pool(pages, starts, part)
-  run = jax.jit(
-    functools.partial(paged_attention, kv_heads=3, span=Span(part, most))
-  )
-  share = 2 * part // cut
-  found = [
-    run(
-      q, keys[:, own], values[:, own], places, positions[:, own], heads[:, own]
-    )
-    for own in (slice(n * share, (n + 1) * share) for n in range(cut))
-  ]
-  whole = functools.reduce(jax.jit(merge), found)
-  close(whole, by_hand(q, k, v, places, kept), 1e-5)
-
-
-@pytest.mark.parametrize("platform", ["tpu", "gpu"])
-def test_kernels_read_one_place_of_a_row(platform):
-  q, k, v, places, kept = block(10, 2, 2, 1, D=128, dtype="bfloat16")
-  pages = paged(k, v, kept, unused=0, PAGE=32)
-  part = pages[3].shape[1]
-  keys, values, *rest = in_pool(pages, ((0, 0), (0, 0)), part)
-  span = Span(part, part - 1)
-  run = functools.partial(paged_attention, kv_heads=2, span=span)
-  with on(platform), pytest.raises(NotImplementedError, match="several places"):
-    jax.eval_shape(run, q, keys, values, places, *rest)
 
 
 @pytest.mark.slow
