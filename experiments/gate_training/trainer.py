@@ -120,7 +120,7 @@ class Trainer:
 
   def _list_left(self) -> bytes:
     """Lists the texts that are left; empty if the whole run is done."""
-    if all(is_present(self._output / n) for n in (CONFIG, WEIGHTS, VALIDATION)):
+    if self._is_done():
       return b""
     self._work.mkdir(exist_ok=True)
     replayed = [*map(is_present, self._text_files())]
@@ -136,7 +136,7 @@ class Trainer:
       What validation.json says.
     """
     done = self._output / VALIDATION
-    if self._work.exists() and not is_present(done):
+    if not self._is_done():
       fitted = {layer: self._read(layer) for layer in self._scored}
       learned, tested = self._split()
       self._gate(fitted).save(self._output)
@@ -155,6 +155,10 @@ class Trainer:
     """The file of each text."""
     names = (f"text-{n:06}.safetensors" for n in range(len(self._rows)))
     return [self._work / name for name in names]
+
+  def _is_done(self) -> bool:
+    names = CONFIG, WEIGHTS, VALIDATION
+    return all(is_present(self._output / name) for name in names)
 
   def _split(self) -> tuple[list[pathlib.Path], list[pathlib.Path]]:
     """The files of the texts to learn from and to test with."""
@@ -183,11 +187,12 @@ class Trainer:
     def replay(number: int) -> Iterator[list[bytes]]:
       row, began = self._rows[number], time.monotonic()
       seed = self._recipe.seed, number
-      yield [examples.make(self._lm, row, padded, self._tokens, seed)]
+      content = examples.make(self._lm, row, padded, self._tokens, seed)
       logging.info(
         "Replayed part %d of %d tokens, padded to %d, in %.1f s",
         *(number, len(row), padded, time.monotonic() - began),
       )
+      yield [content]
 
     # A host has one text at a time.
     contents = multihost.share(
