@@ -359,3 +359,15 @@ def test_meshes_of_other_axes_are_refused(names, kind, said):
   ):
     with jax.set_mesh(mesh), pytest.raises(InputError, match=said):
       run()
+
+
+def test_eight_bits_where_keys_are_read_as_computed():
+  keydiff, budget = kvjax.get_method("keydiff"), kvjax.Tokens(20)
+  with pytest.raises(InputError, match="one of int8, fp8; 'int4' is not"):
+    kvjax.Plan(keydiff, budget, kv_dtype="int4")
+  both = kvjax.Schedule(block=8, every=4)
+  with pytest.raises(InputError, match="decoding where they are stored in fp8"):
+    kvjax.Plan(keydiff, budget, schedule=both, kv_dtype="fp8")
+  with pytest.raises(InputError, match="flat retrieves keys as they were"):
+    kvjax.get_plan("flat/keydiff@8", budget, kv_dtype="int8")
+  assert kvjax.get_plan("keydiff", budget, kv_dtype="int8").kv_dtype == "int8"

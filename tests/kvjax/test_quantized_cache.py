@@ -395,15 +395,3 @@ def test_every_way_to_a_cache_ends_in_rounding():
   )
   assert {type(stack) for stack in cache.stacks} == {Slots}
   assert cache.stacks[0].keys.qvalue.dtype == jnp.int8
-
-
-def test_what_cannot_be_is_refused_in_one_sentence():
-  keydiff = get_method("keydiff")
-  with pytest.raises(InputError, match="one of int8, fp8; 'int4' is not"):
-    Plan(keydiff, BUDGET, kv_dtype="int4")
-  both = kvjax.Schedule(block=8, every=4)
-  with pytest.raises(InputError, match="decoding where they are stored in fp8"):
-    Plan(keydiff, BUDGET, schedule=both, kv_dtype="fp8")
-  with pytest.raises(InputError, match="flat retrieves keys as they were"):
-    kvjax.get_plan("flat/keydiff@8", BUDGET, kv_dtype="int8")
-  assert kvjax.get_plan("keydiff", BUDGET, kv_dtype="int8").kv_dtype == "int8"
