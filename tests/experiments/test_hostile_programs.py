@@ -2,6 +2,7 @@
 
 import gc
 import os
+import pathlib
 import re
 import signal
 import sys
@@ -93,6 +94,21 @@ def test_values_that_no_flag_can_have(program, capsys, value, said):
   (line,) = capsys.readouterr().err.splitlines()
   assert said in line
   assert len(line) < 400
+
+
+def test_a_program_reads_a_copy_of_what_is_at_an_address(
+  program, tmp_path, monkeypatch
+):
+  monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+  (tmp_path / "model").mkdir()
+  (tmp_path / "model" / "config.json").write_text("{}")
+  given = []
+  address = f"file://{tmp_path}/model"
+  program(lambda: given.append(flags.FLAGS.model), [f"--model={address}"])
+  (path,) = map(pathlib.Path, given)
+  assert path.is_relative_to(tmp_path / "cache")
+  assert path.name == "model"
+  assert (path / "config.json").read_text() == "{}"
 
 
 def test_what_the_system_refuses_is_a_sentence(program, tmp_path, capsys):

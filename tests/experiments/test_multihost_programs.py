@@ -172,9 +172,11 @@ def test_two_hosts_train_a_gate_as_one(run_both, texts, mesh):
   ours, theirs = (load_file(path / "model.safetensors") for path in (two, one))
   assert ours.keys() == theirs.keys()
   for name, array in theirs.items():
-    np.testing.assert_allclose(ours[name], array, rtol=1e-2, atol=1e-3)
+    # Without a mesh, each text is replayed by a host as it is by one alone.
+    off = 1e-5 if mesh else 0
+    np.testing.assert_allclose(ours[name], array, rtol=0, atol=off)
   ours, theirs = (read(path / "validation.json") for path in (two, one))
-  assert close(ours["r2"], theirs["r2"], rel=1e-2)
+  assert close(ours["r2"], theirs["r2"])
   assert {path.name for path in two.iterdir()} == {
     path.name for path in one.iterdir()
   }
@@ -186,7 +188,7 @@ def test_two_hosts_measure_queries_as_one(run_both, texts, mesh):
   ours, theirs = load_file(two), load_file(one)
   assert ours.keys() == theirs.keys()
   for name, array in theirs.items():
-    np.testing.assert_allclose(ours[name], array, rtol=1e-3, atol=1e-4)
+    np.testing.assert_allclose(ours[name], array, rtol=0, atol=3e-5)
 
 
 @pytest.mark.slow
