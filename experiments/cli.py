@@ -20,7 +20,12 @@ from kvjax import addresses, files, user_cache
 from kvjax.errors import InputError, InputWarning
 from kvjax.experiments import exits, help_pages
 from kvjax.experiments.inputs import plugin_inputs
-from kvjax.experiments.run import kernel_failures, multihost, plugin_files
+from kvjax.experiments.run import (
+  kernel_failures,
+  multihost,
+  plugin_files,
+  sending,
+)
 from kvjax.registry.naming import suggest
 
 _AGAIN_SECONDS = 0.02
@@ -33,7 +38,7 @@ _LARGEST = 2**31 - 1
 _LONGEST = 300
 _LONGEST_SENTENCE = 3000
 # Flags of files and folders that a program only reads.
-_FETCHED = {"model", "data", "documents", "essay", "text"}
+_FETCHED = {"model", "data", "documents", "essay", "text", "calibrations"}
 _FLAG_FILES = ("--flagfile", "-flagfile")
 # Flags of kvpress, and which of ours take their place.
 _OF_KVPRESS = {
@@ -89,9 +94,9 @@ def run_on_arguments(main: Callable[[Sequence[str]], None]) -> None:
 
   def guarded(argv: Sequence[str]) -> None:
     try:
-      with _interruptible():
+      with sending.sending(), _interruptible():
         _check_names()
-        _check_values(argv[1:])
+        _check_values()
         _fetch_inputs()
         plugin_files.load(plugin_inputs.PLUGINS.value or ())
         main(argv[1:])
@@ -234,22 +239,20 @@ def _check_names() -> None:
       raise InputError(_no_flag(name))
 
 
-def _check_values(arguments: Sequence[str]) -> None:
-  """Refuses values that no flag or argument of any program can mean.
+def _check_values() -> None:
+  """Refuses values that no flag of any program can mean.
 
   Raises:
     InputError: a text is given as an empty one, or is an address of another
       machine where none is read, or a number does not fit into 32 bits.
   """
-  for argument in arguments:
-    addresses.check_local(argument)
   for flag in (flags.FLAGS[name] for name in flags.FLAGS):
     value = flag.value
     if flag.present and isinstance(value, str) and not value.strip():
       raise InputError(
         f"--{flag.name} is empty; give it a value, or leave it out."
       )
-    if isinstance(value, str) and flag.name not in _FETCHED:
+    if isinstance(value, str) and flag.name not in {*_FETCHED, "output"}:
       addresses.check_local(value)
     if type(value) is int and abs(value) > _LARGEST:
       raise InputError(
@@ -395,5 +398,5 @@ def _refuse(sentence: str) -> NoReturn:
 
 def _say_refused(sentence: str) -> NoReturn:
   if multihost.is_first():
-    print(sentence, file=sys.stderr)
+    print(sending.named(sentence), file=sys.stderr)
   exits.leave(exits.WRONG_INPUT)

@@ -93,7 +93,7 @@ def main() -> None:
 
 def _compare(chosen: Sequence[Candidate]) -> None:
   began = time.monotonic()
-  folder = outputs.folder(_OUTPUT.value)
+  folder = outputs.folder(_OUTPUT.value, sent=True)
   _check_tasks(needle_inputs.TASKS.value)
   settings = method_inputs.settings(
     "needles", essay_inputs.texts().needle_origins, method_inputs.protocol()

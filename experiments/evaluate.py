@@ -62,7 +62,7 @@ def main() -> None:
   method_inputs.check_flags()
   chosen = method_inputs.chosen()
   benchmark_inputs.check_flags()
-  output = outputs.folder(_OUTPUT.value)
+  output = outputs.folder(_OUTPUT.value, sent=True)
   console = host_inputs.console()
   with run_inputs.loaded() as (lm, devices):
     drawn = benchmark_inputs.draw(lm)

@@ -84,7 +84,7 @@ def main() -> None:
   host_inputs.start()
   suite.check_tasks(needle_inputs.TASKS.value)
   origins = essay_inputs.texts().needle_origins
-  folder = outputs.folder(_OUTPUT.value)
+  folder = outputs.folder(_OUTPUT.value, sent=True)
   budgets = budget_inputs.budgets()
   seed = run_inputs.SEED.value
   named = candidates(_METHODS.value, budgets, seed=seed)

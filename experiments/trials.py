@@ -29,6 +29,7 @@ from collections.abc import Sequence
 import rich.console
 from absl import flags
 
+from kvjax import addresses
 from kvjax.errors import InputError
 from kvjax.experiments import cli
 from kvjax.experiments.inputs import dry_run_inputs, host_inputs
@@ -62,9 +63,11 @@ def main(arguments: Sequence[str]) -> None:
   shared = passed_on((host_inputs,))
   # Of several hosts, the first one alone must be able to write, which the
   # trials check.
-  output = (
-    pathlib.Path(_OUTPUT.value) if shared else outputs.folder(_OUTPUT.value)
-  )
+  if shared:
+    addresses.check_local(_OUTPUT.value)
+    output = pathlib.Path(_OUTPUT.value)
+  else:
+    output = outputs.folder(_OUTPUT.value, sent=True)
   first = _FIRST_SEED.value
   folders = {
     seed: output / f"seed_{seed}"

@@ -62,7 +62,7 @@ def fetch(address: files.Path) -> pathlib.Path:
     InputError: nothing is there, it cannot be read, or the copy cannot be
       written.
   """
-  place = _Place.of(address)
+  place = Place.of(address)
   listed = place.listed()
   if not listed:
     raise InputError(f"There is nothing at {place.address}.")
@@ -105,7 +105,7 @@ def written(
     InputError: the address cannot be written, has files and may not, or this is
       one of several hosts.
   """
-  place = _Place.of(address)
+  place = Place.of(address)
   if jax.process_count() > 1:
     raise InputError(
       f"Several hosts cannot write to {place.address}; give them a folder that "
@@ -124,7 +124,7 @@ def written(
   place.remove([n for n in before if stale and n.startswith(stale)])
 
 
-class _Place(NamedTuple):
+class Place(NamedTuple):
   """A file or a folder at an address.
 
   Attributes:
@@ -138,7 +138,7 @@ class _Place(NamedTuple):
   root: str
 
   @classmethod
-  def of(cls, address: files.Path) -> "_Place":
+  def of(cls, address: files.Path) -> "Place":
     """Opens an address.
 
     Raises:
@@ -214,12 +214,19 @@ class _Place(NamedTuple):
     done = 0
     with bytes_bar(f"sending {self.name}", sum(sizes.values())) as show:
       for path in paths:
-        target = self._at(path.relative_to(folder).as_posix())
-        with _explained(self.address, "written"):
-          self._make_folder(target)
-          self.store.put_file(str(path), target)
+        self.send(path, path.relative_to(folder).as_posix())
         done += sizes[path]
         show(done)
+
+  def send(self, path: pathlib.Path, name: str) -> None:
+    """Copies a file of this machine to a name at the address.
+
+    Raises:
+      InputError: it cannot be written.
+    """
+    with _explained(self.address, "written"):
+      self._make_folder(self._at(name))
+      self.store.put_file(str(path), self._at(name))
 
   def check_writable(self) -> None:
     """Writes a small file to the folder, and removes it.

@@ -21,7 +21,7 @@ from typing import Any
 
 from kvjax import files
 from kvjax.errors import InputError
-from kvjax.experiments.run import multihost, typed_records
+from kvjax.experiments.run import multihost, sending, typed_records
 
 _NONE: Mapping[str, Any] = types.MappingProxyType({})
 
@@ -140,6 +140,7 @@ class LineFile[Record: Line]:
         "kept, and the same command goes on from there."
       ) from error
     self._complete_bytes += len(lines)
+    sending.send_if_due()
 
   def _check_rest(self, rest: bytes) -> None:
     """Refuses an incomplete last line unless a run like this one began it."""

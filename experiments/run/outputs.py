@@ -7,18 +7,33 @@ from typing import Any
 
 from absl import logging
 
-from kvjax import files
+from kvjax import addresses, files
 from kvjax.errors import InputError
-from kvjax.experiments.run import multihost
+from kvjax.experiments.run import multihost, sending
 from kvjax.experiments.run.line_files import check_writable
 
 # The records that survive if another file of the run cannot be written.
 ANSWERS = "answers"
 
 
-def folder(name: str) -> pathlib.Path:
-  """Returns the folder of an --output; errors are those of `check_writable`."""
+def folder(name: str, *, sent: bool = False) -> pathlib.Path:
+  """Returns the folder of an --output.
+
+  Args:
+    name: the folder, or an address.
+    sent: whether the program's files can be sent to an address; folders of
+      checkpoints, which are files that belong together, cannot.
+
+  Raises:
+    InputError: it is an address that cannot be written, or may not be one, or
+      see `check_writable`.
+  """
+  if not sent:
+    addresses.check_local(name)
   path = pathlib.Path(name)
+  if addresses.is_address(name):
+    # The other hosts write nothing.
+    return sending.open_copy(name) if multihost.is_first() else path
   check_writable(path)
   return path
 
@@ -27,8 +42,10 @@ def file(name: str) -> pathlib.Path:
   """Returns the file of an --output.
 
   Raises:
-    InputError: it is something else than a file, or see `check_writable`.
+    InputError: it is an address, something else than a file, or see
+      `check_writable`.
   """
+  addresses.check_local(name)
   path = pathlib.Path(name)
   files.check_replaceable(path)
   check_writable(path.absolute().parent)
@@ -86,3 +103,4 @@ def write_bytes(path: pathlib.Path, content: bytes, kept: str = "") -> None:
     ) from error
   files.write_bytes(path, content, again if kept else "")
   logging.info("Wrote %s", path)
+  sending.send_if_due()

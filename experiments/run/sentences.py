@@ -4,10 +4,10 @@
 `[..]` in paths as markup; it prints tables only.
 """
 
-from kvjax.experiments.run import multihost
+from kvjax.experiments.run import multihost, sending
 
 
 def say(text: str) -> None:
   """Prints a sentence to stdout, of many hosts on the first one."""
   if multihost.is_first():
-    print(text, flush=True)
+    print(sending.named(text), flush=True)

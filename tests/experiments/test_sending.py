@@ -1,0 +1,251 @@
+"""Runs whose --output is an address."""
+
+import os
+import tempfile
+
+import fsspec
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+from kvjax.errors import InputError
+from kvjax.experiments.run import outputs, sending
+from kvjax.experiments.run.sentences import say
+
+RUNS = "memory://bucket/runs"
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch, tmp_path):
+  """No copies, and a folder of their own for new ones."""
+  monkeypatch.setattr(sending, "_COPIES", [])
+  monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+  monkeypatch.setattr(sending, "_BETWEEN", 0.0)
+
+
+@pytest.fixture
+def store(monkeypatch):
+  """An empty store, in memory."""
+  monkeypatch.setattr(MemoryFileSystem, "store", {})
+  monkeypatch.setattr(MemoryFileSystem, "pseudo_dirs", [""])
+  return fsspec.filesystem("memory")
+
+
+@pytest.fixture
+def sent(monkeypatch):
+  """The files that are sent to the store."""
+  made = []
+  real = MemoryFileSystem.put_file
+
+  def put_file(self, source, target, **options):
+    made.append(target.removeprefix("/bucket/runs/"))
+    return real(self, source, target, **options)
+
+  monkeypatch.setattr(MemoryFileSystem, "put_file", put_file)
+  return made
+
+
+def run(act=lambda: None, then=lambda: None):
+  """A program that writes a file; something happens before and after."""
+  with sending.sending():
+    folder = outputs.folder(RUNS, sent=True)
+    act()
+    (folder / "a").write_text("own")
+    sending.send_if_due()
+    then()
+
+
+def kept(tmp_path):
+  """The folder of this machine."""
+  (folder,) = tmp_path.glob("kvjax-*/runs")
+  return folder
+
+
+def contents(store):
+  names = store.find("/bucket/runs")
+  return {
+    name.removeprefix("/bucket/runs/"): store.cat(name).decode()
+    for name in names
+  }
+
+
+def test_what_changes_is_sent(store, sent):
+  store.pipe({"/bucket/runs/a/1": b"old", "/bucket/runs/b/2": b"kept"})
+  with sending.sending():
+    folder = outputs.folder(RUNS, sent=True)
+    assert (folder / "a" / "1").read_text() == "old"
+    sending.send_if_due()
+    assert sent == []
+    outputs.write_text(folder / "a" / "1", "new")
+    assert sent == ["a/1"]
+    outputs.write_text(folder / "c.json", "{}")
+    outputs.write_text(folder / ".hidden", "")
+    (folder / "b" / "2").unlink()
+    (folder / "last.png").write_bytes(b"png")
+    assert sent == ["a/1", "c.json"]
+  assert sent == ["a/1", "c.json", "last.png"]
+  assert contents(store) == {
+    "a/1": "new",
+    "b/2": "kept",
+    "c.json": "{}",
+    "last.png": "png",
+  }
+  assert not folder.parent.exists()
+
+
+def test_a_description_is_sent_after_what_it_describes(store, sent):
+  copy = sending.Copy(RUNS)
+  for number, name in enumerate(["z", "y", "a"]):
+    path = copy.folder / name
+    path.write_text(name)
+    os.utime(path, ns=(0, number))
+  copy.send()
+  assert sent == ["z", "y", "a"]
+
+
+def test_sends_wait_for_their_time(store, sent, monkeypatch):
+  monkeypatch.setattr(sending, "_BETWEEN", 3600.0)
+  with sending.sending():
+    folder = outputs.folder(RUNS, sent=True)
+    outputs.write_text(folder / "a", "1")
+    assert sent == []
+  assert sent == ["a"]
+
+
+@pytest.mark.parametrize("before", [None, b"1"], ids=["new", "changed"])
+def test_another_run_is_not_overwritten(store, capsys, tmp_path, before):
+  if before:
+    store.pipe_file("/bucket/runs/a", before)
+
+  def meanwhile():
+    store.pipe_file("/bucket/runs/a", b"other")
+    store.pipe_file("/bucket/runs/b", b"other")
+
+  said = f"Another run writes to {RUNS}/a; wait"
+  with pytest.raises(InputError, match=said):
+    run(meanwhile, then=lambda: pytest.fail("it has gone on"))
+  assert contents(store) == {"a": "other", "b": "other"}
+  folder = kept(tmp_path)
+  assert (folder / "a").read_text() == "own"
+  assert f"to {RUNS} is in {folder}." in capsys.readouterr().err
+
+
+def test_runs_in_other_folders_do_not_matter(store):
+  with sending.sending():
+    folder = outputs.folder(RUNS, sent=True)
+    outputs.write_text(folder / "mine" / "a", "1")
+    store.pipe_file("/bucket/runs/yours/a", b"2")
+    outputs.write_text(folder / "mine" / "a", "3")
+  assert contents(store) == {"mine/a": "3", "yours/a": "2"}
+
+
+@pytest.mark.parametrize("failing", ["put_file", "find"])
+def test_what_fails_is_sent_later(store, monkeypatch, failing):
+  real = getattr(MemoryFileSystem, failing)
+  calls = []
+
+  def fail(self, *arguments, **options):
+    calls.append(arguments)
+    # The file is sent before the second listing fails.
+    if failing == "put_file" or len(calls) == 2:
+      raise OSError(5, "Connection lost")
+    return real(self, *arguments, **options)
+
+  with sending.sending():
+    folder = outputs.folder(RUNS, sent=True)
+    with monkeypatch.context() as patch:
+      patch.setattr(MemoryFileSystem, failing, fail)
+      outputs.write_text(folder / "a", "1")
+    assert calls
+    outputs.write_text(folder / "a", "2")
+  assert contents(store) == {"a": "2"}
+
+
+def test_what_is_never_sent_is_kept(store, monkeypatch, capsys, tmp_path):
+  def fail(self, *arguments, **options):
+    raise OSError(5, "Connection lost")
+
+  def disconnect():
+    monkeypatch.setattr(MemoryFileSystem, "put_file", fail)
+
+  with pytest.raises(InputError, match="written: Connection lost"):
+    run(disconnect)
+  folder = kept(tmp_path)
+  assert (folder / "a").read_text() == "own"
+  assert str(folder) in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, InputError, SystemExit])
+def test_a_program_that_ends_early_sends_what_it_has(store, error, monkeypatch):
+  def end():
+    monkeypatch.setattr(sending, "_BETWEEN", 0.0)
+    raise error("stop")
+
+  monkeypatch.setattr(sending, "_BETWEEN", 3600.0)
+  with pytest.raises(error):
+    run(then=end)
+  assert contents(store) == {"a": "own"}
+
+
+def test_messages_name_the_address(store, capsys):
+  folder = outputs.folder(RUNS + "/", sent=True)
+  say(f"all in {folder / 'run'}")
+  assert capsys.readouterr().out == f"all in {RUNS}/run\n"
+
+
+def test_a_file_is_no_folder(store):
+  store.pipe_file("/bucket/runs", b"")
+  with pytest.raises(InputError, match="runs cannot be written: it is a file"):
+    outputs.folder(RUNS, sent=True)
+
+
+def test_nothing_is_written_to_an_address_alone(store):
+  """As --dry_run."""
+  with sending.sending():
+    outputs.folder(RUNS, sent=True)
+  assert contents(store) == {}
+
+
+@pytest.mark.parametrize("open_", [outputs.folder, outputs.file])
+def test_other_programs_refuse_addresses(open_):
+  with pytest.raises(InputError, match="is an address; give a file or folder"):
+    open_("gs://bucket/runs")
+
+
+@pytest.mark.parametrize("program", ["evaluate", "compare"])
+def test_a_run_at_an_address_is_that_of_a_folder(
+  run_binary, tiny_directory, tmp_path, program
+):
+  there = tmp_path / "there" / "runs"
+  address = f"file://{there}"
+
+  def sample(output, samples):
+    done = run_binary(
+      f"kvjax.experiments.{program}",
+      f"--model={tiny_directory}",
+      "--methods=full,streaming:sinks=2",
+      "--retention=0.5",
+      "--length=320",
+      f"--samples={samples}",
+      f"--output={output}",
+      *(["--benchmark=needle"] if program == "evaluate" else []),
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()[-1]
+
+  def lines(folder):
+    (path,) = folder.rglob("samples.jsonl")
+    return path.read_text().splitlines()
+
+  sample(address, 1)
+  first = lines(there)
+  said = sample(address, 2)
+  assert f"all in {address}" in said
+  assert lines(there)[: len(first)] == first
+  sample(tmp_path / "here", 1)
+  sample(tmp_path / "here", 2)
+  assert lines(there) == lines(tmp_path / "here")
+  names = [
+    {path.relative_to(folder) for path in folder.rglob("*") if path.is_file()}
+    for folder in (there, tmp_path / "here")
+  ]
+  assert names[0] == names[1]
