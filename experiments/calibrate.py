@@ -163,7 +163,7 @@ def main() -> None:
   check_tau(_TAU.value)
   texts = text_inputs.texts()
   choice = generator.choose(_TASKS.value, texts)
-  folder = outputs.folder(_OUTPUT.value, sent=True)
+  folder = outputs.folder(_OUTPUT.value)
   console = host_inputs.console()
   for note in choice.notes:
     say(note)

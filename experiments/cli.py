@@ -64,14 +64,18 @@ _UNCONVERTED = re.compile(
 _KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false"}
 
 
-def run(main: Callable[[], None]) -> None:
+def run(main: Callable[[], None], *, sends: bool = False) -> None:
   """Parses the flags and calls `main`.
 
   A user error, such as a wrong flag, prints one sentence to stderr and exits
   with code 2; of several hosts, the first one prints. So does a full disk or a
   path that cannot be used. SIGINT ends the program with code 130, and SIGTERM,
   which schedulers send before they take a machine away, with code 143, both
-  within two seconds, but for work that is saved first.
+  within two seconds, but for work that is saved or sent first.
+
+  Args:
+    main: the program.
+    sends: whether --output may be an address; see `sending`.
   """
 
   def without_arguments(arguments: Sequence[str]) -> None:
@@ -81,10 +85,12 @@ def run(main: Callable[[], None]) -> None:
       )
     main()
 
-  run_on_arguments(without_arguments)
+  run_on_arguments(without_arguments, sends=sends)
 
 
-def run_on_arguments(main: Callable[[Sequence[str]], None]) -> None:
+def run_on_arguments(
+  main: Callable[[Sequence[str]], None], *, sends: bool = False
+) -> None:
   """Parses the flags and calls `main` with the remaining arguments."""
   # Hide JAX's messages about the machine; --verbosity=0 shows them.
   logging.set_verbosity(logging.WARNING)
@@ -94,9 +100,9 @@ def run_on_arguments(main: Callable[[Sequence[str]], None]) -> None:
 
   def guarded(argv: Sequence[str]) -> None:
     try:
-      with sending.sending(), _interruptible():
+      with _interruptible(), sending.sending():
         _check_names()
-        _check_values()
+        _check_values(argv[1:], sends)
         _fetch_inputs()
         plugin_files.load(plugin_inputs.PLUGINS.value or ())
         main(argv[1:])
@@ -205,6 +211,7 @@ def _at_once() -> Iterator[None]:
         # A progress bar may have hidden the cursor, and is in mid-line.
         shown = "\x1b[?25h\n" if sys.stderr.isatty() else ""
         os.write(sys.stderr.fileno(), f"{shown}Stopped.\n".encode())
+        sending.send_at_once(_SAVING_SECONDS)
         preempted = number[0] == signal.SIGTERM
         os._exit(exits.PREEMPTED if preempted else exits.INTERRUPTED)
 
@@ -239,20 +246,23 @@ def _check_names() -> None:
       raise InputError(_no_flag(name))
 
 
-def _check_values() -> None:
-  """Refuses values that no flag of any program can mean.
+def _check_values(arguments: Sequence[str], sends: bool) -> None:
+  """Refuses values that no flag or argument of any program can mean.
 
   Raises:
     InputError: a text is given as an empty one, or is an address of another
       machine where none is read, or a number does not fit into 32 bits.
   """
+  for argument in arguments:
+    addresses.check_local(argument)
+  known = {*_FETCHED, "output"} if sends else _FETCHED
   for flag in (flags.FLAGS[name] for name in flags.FLAGS):
     value = flag.value
     if flag.present and isinstance(value, str) and not value.strip():
       raise InputError(
         f"--{flag.name} is empty; give it a value, or leave it out."
       )
-    if isinstance(value, str) and flag.name not in {*_FETCHED, "output"}:
+    if isinstance(value, str) and flag.name not in known:
       addresses.check_local(value)
     if type(value) is int and abs(value) > _LARGEST:
       raise InputError(

@@ -35,6 +35,7 @@ from kvjax.experiments import cli, refusals
 from kvjax.experiments.benchmarks import repetition
 from kvjax.experiments.benchmarks.ruler import generator
 from kvjax.experiments.inputs import (
+  dry_run_inputs,
   essay_inputs,
   host_inputs,
   method_inputs,
@@ -93,7 +94,8 @@ def main() -> None:
 
 def _compare(chosen: Sequence[Candidate]) -> None:
   began = time.monotonic()
-  folder = outputs.folder(_OUTPUT.value, sent=True)
+  outputs.check_run(_OUTPUT.value, writes=not dry_run_inputs.DRY_RUN.value)
+  folder = outputs.run_folder(_OUTPUT.value)
   _check_tasks(needle_inputs.TASKS.value)
   settings = method_inputs.settings(
     "needles", essay_inputs.texts().needle_origins, method_inputs.protocol()
@@ -146,4 +148,4 @@ def _answer_question(
 
 
 if __name__ == "__main__":
-  cli.run(main)
+  cli.run(main, sends=True)

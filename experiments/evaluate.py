@@ -31,6 +31,7 @@ from absl import flags
 from kvjax.experiments import cli
 from kvjax.experiments.inputs import (
   benchmark_inputs,
+  dry_run_inputs,
   host_inputs,
   method_inputs,
   run_inputs,
@@ -62,7 +63,8 @@ def main() -> None:
   method_inputs.check_flags()
   chosen = method_inputs.chosen()
   benchmark_inputs.check_flags()
-  output = outputs.folder(_OUTPUT.value, sent=True)
+  output = _OUTPUT.value
+  outputs.check_run(output, writes=not dry_run_inputs.DRY_RUN.value)
   console = host_inputs.console()
   with run_inputs.loaded() as (lm, devices):
     drawn = benchmark_inputs.draw(lm)
@@ -71,7 +73,7 @@ def main() -> None:
     settings = method_inputs.settings(
       benchmark_inputs.chosen().name, drawn.data, benchmark_inputs.protocol()
     )
-    folder = output / folder_name(settings)
+    folder = outputs.run_folder(output, folder_name(settings))
     samples, batch = drawn.samples, run_inputs.batch()
     job = runner.Job(lm, devices, chosen, samples, settings, folder, batch)
     run = speed_inputs.answered(job, began, console)
@@ -90,4 +92,4 @@ def folder_name(settings: results.Settings) -> str:
 
 
 if __name__ == "__main__":
-  cli.run(main)
+  cli.run(main, sends=True)

@@ -20,7 +20,6 @@ from collections.abc import Sequence
 import rich.console
 from absl import flags
 
-from kvjax import addresses
 from kvjax.errors import InputError
 from kvjax.experiments import cli
 from kvjax.experiments.report import kvpress, ranking, run_files, wording
@@ -39,13 +38,10 @@ def main(directories: Sequence[str]) -> None:
     raise InputError(
       "Name the folders that hold runs, as in kvjax leaderboard results."
     )
-  folder = outputs.folder(_OUTPUT.value, sent=True)
+  folder = outputs.folder(_OUTPUT.value)
   export = _KVPRESS.value
   export_folder = None if export is None else outputs.folder(export)
-  sources = [
-    addresses.fetch(name) if addresses.is_address(name) else pathlib.Path(name)
-    for name in directories
-  ]
+  sources = [pathlib.Path(name) for name in directories]
   runs = run_files.find(sources)
   board = ranking.merge(runs, run_files.unfinished(sources))
   rich.console.Console(highlight=False).print(board.to_terminal())

@@ -116,7 +116,7 @@ def main(ids: Sequence[str]) -> None:
   sources = Sources(data, text_inputs.texts())
   _check_overrides(chosen, given, sources)
   _check_hosts(chosen)
-  output = outputs.folder(_OUTPUT.value, sent=True)
+  output = outputs.folder(_OUTPUT.value)
   name = run_inputs.model_name().replace("/", "--")  # the hub's org/name
   folders = {e.id: output / e.id / name for e in chosen}
   for experiment in chosen:

@@ -84,7 +84,7 @@ def main() -> None:
   host_inputs.start()
   suite.check_tasks(needle_inputs.TASKS.value)
   origins = essay_inputs.texts().needle_origins
-  folder = outputs.folder(_OUTPUT.value, sent=True)
+  folder = outputs.folder(_OUTPUT.value)
   budgets = budget_inputs.budgets()
   seed = run_inputs.SEED.value
   named = candidates(_METHODS.value, budgets, seed=seed)

@@ -29,7 +29,6 @@ from collections.abc import Sequence
 import rich.console
 from absl import flags
 
-from kvjax import addresses
 from kvjax.errors import InputError
 from kvjax.experiments import cli
 from kvjax.experiments.inputs import dry_run_inputs, host_inputs
@@ -63,11 +62,9 @@ def main(arguments: Sequence[str]) -> None:
   shared = passed_on((host_inputs,))
   # Of several hosts, the first one alone must be able to write, which the
   # trials check.
-  if shared:
-    addresses.check_local(_OUTPUT.value)
-    output = pathlib.Path(_OUTPUT.value)
-  else:
-    output = outputs.folder(_OUTPUT.value, sent=True)
+  output = (
+    pathlib.Path(_OUTPUT.value) if shared else outputs.folder(_OUTPUT.value)
+  )
   first = _FIRST_SEED.value
   folders = {
     seed: output / f"seed_{seed}"

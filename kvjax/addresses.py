@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
 
 from kvjax import files, user_cache
 from kvjax.errors import InputError
@@ -224,9 +225,24 @@ class Place(NamedTuple):
     Raises:
       InputError: it cannot be written.
     """
+    target = self._at(name)
     with _explained(self.address, "written"):
-      self._make_folder(self._at(name))
-      self.store.put_file(str(path), self._at(name))
+      self._make_folder(target)
+      if isinstance(self.store, LocalFileSystem):
+        # Stores of objects replace them as a whole.
+        files.write_bytes(pathlib.Path(target), path.read_bytes())
+      else:
+        self.store.put_file(str(path), target)
+
+  def read(self, name: str) -> bytes:
+    """Returns the content of a file.
+
+    Raises:
+      InputError: it cannot be read.
+    """
+    with _explained(self.address, "read"):
+      content: bytes = self.store.cat_file(self._at(name))
+    return content
 
   def check_writable(self) -> None:
     """Writes a small file to the folder, and removes it.

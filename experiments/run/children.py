@@ -6,7 +6,6 @@ import sys
 from collections.abc import Sequence
 
 from kvjax.experiments import exits
-from kvjax.experiments.run import sending
 
 
 def run_or_exit(module: str, arguments: Sequence[str]) -> None:
@@ -17,7 +16,6 @@ def run_or_exit(module: str, arguments: Sequence[str]) -> None:
       as shells count it, 128 and its number.
   """
   code, _ = run(module, arguments)
-  sending.send_if_due()
   if code:
     raise SystemExit(code if code > 0 else 128 - code)
 

@@ -16,36 +16,48 @@ from kvjax.experiments.run.line_files import check_writable
 ANSWERS = "answers"
 
 
-def folder(name: str, *, sent: bool = False) -> pathlib.Path:
-  """Returns the folder of an --output.
+def folder(name: str) -> pathlib.Path:
+  """Returns the folder of an --output; errors are those of `check_writable`."""
+  path = pathlib.Path(name)
+  check_writable(path)
+  return path
+
+
+def check_run(name: str, *, writes: bool) -> None:
+  """Refuses the --output of a run that cannot be written.
 
   Args:
     name: the folder, or an address.
-    sent: whether the program's files can be sent to an address; folders of
-      checkpoints, which are files that belong together, cannot.
+    writes: whether the check may write a file there, and remove it.
 
   Raises:
-    InputError: it is an address that cannot be written, or may not be one, or
-      see `check_writable`.
+    InputError: it is an address that cannot be, or see `check_writable`.
   """
-  if not sent:
-    addresses.check_local(name)
-  path = pathlib.Path(name)
-  if addresses.is_address(name):
-    # The other hosts write nothing.
-    return sending.open_copy(name) if multihost.is_first() else path
-  check_writable(path)
-  return path
+  if not addresses.is_address(name):
+    check_writable(pathlib.Path(name))
+  elif writes:
+    sending.check(name)
+
+
+def run_folder(parent: str, name: str = "") -> pathlib.Path:
+  """Returns the folder of a run, or a copy if it is at an address.
+
+  All hosts must call it.
+
+  Raises:
+    InputError: the address cannot be read.
+  """
+  if addresses.is_address(parent):
+    return sending.open_copy(f"{parent.rstrip('/')}/{name}")
+  return pathlib.Path(parent) / name
 
 
 def file(name: str) -> pathlib.Path:
   """Returns the file of an --output.
 
   Raises:
-    InputError: it is an address, something else than a file, or see
-      `check_writable`.
+    InputError: it is something else than a file, or see `check_writable`.
   """
-  addresses.check_local(name)
   path = pathlib.Path(name)
   files.check_replaceable(path)
   check_writable(path.absolute().parent)

@@ -2,15 +2,18 @@
 
 The files of a run are on this machine, in a new folder with a copy of what is
 at the address. Those that change are sent there from time to time, and in the
-end. Nothing is removed from the address.
+end. Nothing is removed from the address, and what another run has written there
+is not overwritten.
 """
 
 import contextlib
+import hashlib
 import os
 import pathlib
 import shutil
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -19,14 +22,17 @@ from absl import logging
 
 from kvjax import addresses, files
 from kvjax.errors import InputError
+from kvjax.experiments.run import multihost
 
 # Between sends, in seconds.
 _BETWEEN = 30.0
+# What stores say of a file that changes with its content, the best first.
+_CHANGES = ("generation", "etag", "ETag", "md5Hash", "mtime", "created")
 
-# Of a file: when it was changed, in nanoseconds, and its bytes.
+# Of a file of this machine: when it was changed, in nanoseconds, and its bytes.
 _Version = tuple[int, int]
-# What a store says of a file, which changes with the file; None without one.
-_About = Mapping[str, Any] | None
+# Of a file at the address; None without one.
+_State = tuple[Any, ...] | None
 
 
 class _TakenError(InputError):
@@ -35,8 +41,6 @@ class _TakenError(InputError):
 
 class Copy:
   """A folder of this machine whose files are sent to an address.
-
-  Hidden files are neither fetched nor sent.
 
   Attributes:
     address: the address.
@@ -47,22 +51,23 @@ class Copy:
     """Copies what is at the address into a new folder.
 
     Raises:
-      InputError: the address cannot be read or written, or is a file, or the
-        folder cannot be written.
+      InputError: the address cannot be read, or is a file, or the folder cannot
+        be written.
     """
     self._place = addresses.Place.of(address)
     self.address = self._place.address
-    there = self._listed()
+    there = self._place.listed()
     if "" in there:
       raise InputError(f"{self.address} cannot be written: it is a file.")
-    self._place.check_writable()
     self.folder = self._fetched(there)
     self._sent = self._versions()
-    # What the store said of the files that were fetched, or sent and listed.
-    self._there: dict[str, _About] = dict(there)
-    # Sent, but not listed since then.
-    self._unlisted: set[str] = set()
+    # Of the files that were fetched or sent.
+    self._there: dict[str, _State] = _states(there)
+    # Digests of files that may be there, as sending them has failed.
+    self._tried: dict[str, str] = {}
     self._next = time.monotonic() + _BETWEEN
+    # Taken by the thread that ends a program, too.
+    self._lock = threading.RLock()
 
   def send_if_due(self) -> None:
     """Sends what has changed, if it is time to.
@@ -88,36 +93,68 @@ class Copy:
     Raises:
       InputError: another run writes to the address, or it cannot be written.
     """
-    versions = self._versions()
-    changed = [
-      name
-      for name in sorted(versions, key=lambda name: versions[name])
-      if versions[name] != self._sent.get(name)
-    ]
-    if not changed:
-      return
-    there = self._listed()
-    for name in {*changed} - self._unlisted:
-      if there.get(name) != self._there.get(name):
-        raise _TakenError(
-          f"Another run writes to {self.address}/{name}; wait until it is "
-          "done, or choose another --output."
-        )
-    for name in changed:
-      self._unlisted.add(name)
-      self._place.send(self.folder / name, name)
-      self._sent[name] = versions[name]
-    there = self._listed()
-    self._there |= {name: there.get(name) for name in self._unlisted}
-    self._unlisted.clear()
+    with self._lock:
+      versions = self._versions()
+      for name in sorted(versions, key=lambda name: versions[name]):
+        if versions[name] != self._sent.get(name):
+          self._send(name)
+          self._sent[name] = versions[name]
+
+  def finish(self) -> None:
+    """Sends what has changed, and removes the folder.
+
+    Raises:
+      InputError: see `send`; what is not sent is kept on this machine.
+    """
+    try:
+      self.send()
+    except InputError as error:
+      raise type(error)(
+        f"{str(error).removesuffix('.')}; what it lacks is in {self.kept}."
+      ) from error
+    except BaseException:
+      print(f"What {self.address} lacks is in {self.kept}.", file=sys.stderr)
+      raise
+    shutil.rmtree(self.folder.parent, ignore_errors=True)
 
   def named(self, text: str) -> str:
     """Names the address in a text that names the folder."""
     return text.replace(str(self.folder), self.address)
 
-  def remove(self) -> None:
-    """Removes the folder."""
-    shutil.rmtree(self.folder.parent, ignore_errors=True)
+  @property
+  def kept(self) -> str:
+    """Where the folder is, as `named` does not find it."""
+    return f"{self.folder.parent}, as {self.folder.name}"
+
+  def _send(self, name: str) -> None:
+    path = self.folder / name
+    self._check(name)
+    digest = _digest(path.read_bytes())
+    size = path.stat().st_size
+    self._tried[name] = digest
+    self._place.send(path, name)
+    state = _states(self._place.listed()).get(name)
+    if state is None or state[0] != size:
+      raise self._taken(name)
+    self._there[name] = state
+    del self._tried[name]
+
+  def _check(self, name: str) -> None:
+    """Refuses to overwrite a file that is not this run's."""
+    state = _states(self._place.listed()).get(name)
+    if state == self._there.get(name):
+      return
+    if state is None or name not in self._tried:
+      raise self._taken(name)
+    # The last attempt may have succeeded all the same.
+    if _digest(self._place.read(name)) != self._tried[name]:
+      raise self._taken(name)
+
+  def _taken(self, name: str) -> _TakenError:
+    return _TakenError(
+      f"Another run writes to {self.address}/{name}; wait until it is done, or "
+      "choose another --output."
+    )
 
   def _fetched(self, there: Mapping[str, Mapping[str, Any]]) -> pathlib.Path:
     """Copies files of the address into a new folder."""
@@ -137,10 +174,6 @@ class Copy:
       ) from error
     return folder
 
-  def _listed(self) -> dict[str, Mapping[str, Any]]:
-    listed = self._place.listed()
-    return {name: listed[name] for name in listed if not _is_hidden(name)}
-
   def _versions(self) -> dict[str, _Version]:
     found = {}
     for parent, _, names in os.walk(self.folder):
@@ -149,27 +182,61 @@ class Copy:
         about = path.stat()
         version = (about.st_mtime_ns, about.st_size)
         found[path.relative_to(self.folder).as_posix()] = version
-    return {name: found[name] for name in found if not _is_hidden(name)}
+    return found
 
 
 # Of this process, which may write to several addresses.
 _COPIES: list[Copy] = []
+# Whether any host has one.
+_ANYWHERE = threading.Event()
 
 
 def open_copy(address: str) -> pathlib.Path:
   """Returns a folder for the files of an address; errors are those of `Copy`.
 
-  They are sent by `send_if_due`, and at the end of `sending`.
+  They are sent by `send_if_due`, and at the end of `sending`. All hosts must
+  call it; the first one has the files.
   """
+  _ANYWHERE.set()
+  if not multihost.is_first():
+    return pathlib.Path(address)
   copy = Copy(address)
   _COPIES.append(copy)
   return copy.folder
+
+
+def check(address: str) -> None:
+  """Refuses an address that the first host cannot write to.
+
+  Raises:
+    InputError: it cannot.
+  """
+  if multihost.is_first():
+    addresses.Place.of(address).check_writable()
 
 
 def send_if_due() -> None:
   """Sends what has changed, if it is time to; see `Copy.send_if_due`."""
   for copy in _COPIES:
     copy.send_if_due()
+
+
+def send_at_once(seconds: float) -> None:
+  """Sends what has changed from another thread; says what is not sent in time.
+
+  Args:
+    seconds: how long it may take.
+  """
+
+  def send() -> None:
+    for copy in list(_COPIES):
+      with contextlib.suppress(InputError):
+        copy.finish()
+
+  sender = threading.Thread(target=send, daemon=True)
+  sender.start()
+  sender.join(seconds)
+  _say_kept()
 
 
 def named(text: str) -> str:
@@ -188,26 +255,45 @@ def sending() -> Iterator[None]:
   """
   try:
     yield
-  except BaseException:
-    for copy in _COPIES:
-      with contextlib.suppress(InputError):
-        _finish(copy)
+    _finish()
+  except BaseException as error:
+    # An interrupt of the last send has it done again; a second one ends it.
+    try:
+      _finish()
+    except InputError as again:
+      if str(again) != str(error):
+        print(again, file=sys.stderr)
+    except BaseException:
+      _say_kept()
+      raise
     raise
+  if _ANYWHERE.is_set():
+    # Hosts that end earlier would wait for this one a few minutes only.
+    multihost.gather(b"")
+
+
+def _finish() -> None:
   for copy in _COPIES:
-    _finish(copy)
+    copy.finish()
 
 
-def _finish(copy: Copy) -> None:
-  try:
-    copy.send()
-  except InputError:
-    print(
-      f"What could not be sent to {copy.address} is in {copy.folder}.",
-      file=sys.stderr,
+def _say_kept() -> None:
+  for copy in _COPIES:
+    if copy.folder.exists():
+      said = f"What {copy.address} lacks is in {copy.kept}.\n"
+      os.write(sys.stderr.fileno(), said.encode())
+
+
+def _states(listed: Mapping[str, Mapping[str, Any]]) -> dict[str, _State]:
+  """Returns what changes with the content of each file, the size first."""
+  return {
+    name: (
+      about.get("size"),
+      *[about[key] for key in _CHANGES if about.get(key) is not None][:1],
     )
-    raise
-  copy.remove()
+    for name, about in listed.items()
+  }
 
 
-def _is_hidden(name: str) -> bool:
-  return any(part.startswith(".") for part in name.split("/"))
+def _digest(content: bytes) -> str:
+  return hashlib.sha256(content).hexdigest()
