@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from kvjax.cache.sharding import gather_residual
 from kvjax.kernels.dispatch import target_platform
 from kvjax.models.structure import GATES, ExpertSizes
 
@@ -146,4 +147,6 @@ class SparseMlp(nnx.Module):
     experts, weights = self.route(flat)
     on_cpu = target_platform() == "cpu"
     compute = self.experts.masked if on_cpu else self.experts.grouped
-    return compute(flat, experts, weights).reshape(x.shape)
+    # Otherwise XLA shares out the tokens before it sums the experts' rows over
+    # devices, which are several times as many, and in float32.
+    return gather_residual(compute(flat, experts, weights).reshape(x.shape))

@@ -19,6 +19,7 @@ from kvjax.kernels.mesh_axes import (
   GROUP,
   HEADS,
   MODEL,
+  axis_size,
   spread_over,
   whole,
 )
@@ -182,6 +183,33 @@ def shard_tokens[Tree: PyTree](tree: Tree, shape: tuple[int, ...]) -> Tree:
     return _constrain_axes(leaf, (DATA, CONTEXT)) if own else leaf
 
   return jax.tree.map(shard, tree)
+
+
+def shard_residual(hidden: jax.Array) -> jax.Array:
+  """Shards the residual [B, S, E] of prompts between the parts of a layer.
+
+  Norms and sums of a token need no other token, so that the devices of "model"
+  have some tokens each. What they send does not grow: a sum over devices, of
+  which each keeps its tokens, and the gathering of `gather_residual`, are the
+  two halves of a sum for all of them (Korthikanti et al., arXiv 2205.05198).
+  With "context", they are shared out over that axis alone.
+  """
+  if context_size() > 1:
+    return shard_tokens(hidden, hidden.shape[:2])
+  sizes = jax.sharding.get_abstract_mesh().shape
+  tokens = spread_over(MODEL, [hidden.shape[1]], sizes)
+  if axis_size(tokens, sizes) == 1:
+    return hidden
+  rows = spread_over(DATA, [hidden.shape[0]], sizes)
+  return jax.lax.with_sharding_constraint(hidden, PartitionSpec(rows, tokens))
+
+
+def gather_residual(hidden: jax.Array) -> jax.Array:
+  """Gathers what `shard_residual` has shared out, for products with weights."""
+  sizes = jax.sharding.get_abstract_mesh().shape
+  if context_size() > 1 or axis_size(whole(MODEL, sizes), sizes) == 1:
+    return hidden
+  return _constrain_axes(hidden, (DATA,))
 
 
 def shard_activations(activations: Activations) -> Activations:
