@@ -19,6 +19,7 @@ from kvjax.kernels.mesh_axes import (
   GROUP,
   HEADS,
   MODEL,
+  Spread,
   axis_size,
   spread_over,
   whole,
@@ -185,29 +186,38 @@ def shard_tokens[Tree: PyTree](tree: Tree, shape: tuple[int, ...]) -> Tree:
   return jax.tree.map(shard, tree)
 
 
-def shard_residual(hidden: jax.Array) -> jax.Array:
-  """Shards the residual [B, S, E] of prompts between the parts of a layer.
+def residual_axes(shape: tuple[int, ...]) -> Spread:
+  """Chooses the mesh axes that share out the tokens of the residual of prompts.
 
-  Norms and sums of a token need no other token, so that the devices of "model"
-  have some tokens each. What they send does not grow: a sum over devices, of
-  which each keeps its tokens, and the gathering of `gather_residual`, are the
-  two halves of a sum for all of them (Korthikanti et al., arXiv 2205.05198).
-  With "context", they are shared out over that axis alone.
+  Norms and sums of a token need no other token. What devices send does not
+  grow: a sum of which each keeps its tokens, and `gather_residual`, are the two
+  halves of a sum for all devices (Korthikanti et al., arXiv 2205.05198). Of
+  several rows, XLA would make the whole sum all the same on TPUs.
+
+  Args:
+    shape: shape of the residual [B, S, E].
+
+  Returns:
+    None if every device has all tokens, or "context" shares them out.
   """
-  if context_size() > 1:
-    return shard_tokens(hidden, hidden.shape[:2])
   sizes = jax.sharding.get_abstract_mesh().shape
-  tokens = spread_over(MODEL, [hidden.shape[1]], sizes)
-  if axis_size(tokens, sizes) == 1:
-    return hidden
-  rows = spread_over(DATA, [hidden.shape[0]], sizes)
-  return jax.lax.with_sharding_constraint(hidden, PartitionSpec(rows, tokens))
+  if context_size() > 1 or shape[0] != sizes.get(DATA, 1):
+    return None
+  axes = spread_over(MODEL, [shape[1]], sizes)
+  return axes if axis_size(axes, sizes) > 1 else None
+
+
+def shard_residual(hidden: jax.Array) -> jax.Array:
+  """Shards the residual [B, S, E] of prompts between the parts of a layer."""
+  axes = residual_axes(hidden.shape)
+  if axes is None:
+    return shard_tokens(hidden, hidden.shape[:2])
+  return jax.lax.with_sharding_constraint(hidden, PartitionSpec(DATA, axes))
 
 
 def gather_residual(hidden: jax.Array) -> jax.Array:
   """Gathers what `shard_residual` has shared out, for products with weights."""
-  sizes = jax.sharding.get_abstract_mesh().shape
-  if context_size() > 1 or axis_size(whole(MODEL, sizes), sizes) == 1:
+  if residual_axes(hidden.shape) is None:
     return hidden
   return _constrain_axes(hidden, (DATA,))
 
