@@ -99,8 +99,9 @@ _OUTPUT = flags.DEFINE_string(
 )
 
 _DOES_NOT_FIT = 1
-# Programs that a plan compiles: for the batch and for twice as many rows.
-_COMPILED = 4
+# Programs that a plan compiles: for the batch, and for two and four times as
+# many rows.
+_COMPILED = 6
 
 
 def main() -> None:
@@ -157,18 +158,13 @@ def _plan(use: Use) -> None:
     )
   _prepare()
   chip = slice_.load(rows, use.model.kv_heads, tokens)
-  twice = dataclasses.replace(use, rows=2 * use.rows)
-  most = None
   with progress_bar(_COMPILED) as advance:
     try:
       planned = compiling.compile_use(use, chip, advance)
     except compiling.TooLargeError as error:
       _say(str(error))
       exits.leave(_DOES_NOT_FIT)
-    # If twice as many are too many for a few layers, there is no line.
-    with contextlib.suppress(compiling.TooLargeError):
-      larger = compiling.compile_use(twice, chip, advance)
-      most = batches.largest(planned, larger)
+    most = _largest(planned, advance)
   _say(
     f"{tables.describe(use)}\n{tables.facts(planned, slice_)}\n",
     tables.to_markdown(planned, slice_, most),
@@ -177,6 +173,30 @@ def _plan(use: Use) -> None:
   )
   if not planned.fits:
     exits.leave(_DOES_NOT_FIT)
+
+
+def _largest(
+  planned: compiling.Planned, advance: compiling.Advance
+) -> batches.Batches | None:
+  """Computes the largest batches along a line, which no others may be on.
+
+  Returns:
+    None if twice as many rows are too many for a few layers.
+  """
+  use, chip = planned.use, planned.chip
+
+  def times(factor: int) -> compiling.Planned:
+    larger = dataclasses.replace(use, rows=factor * use.rows)
+    return compiling.compile_use(larger, chip, advance)
+
+  most = None
+  with contextlib.suppress(compiling.TooLargeError):
+    twice = times(2)
+    most = batches.largest(planned, twice)
+    # A prompt alone on its devices takes less than its part of several.
+    if use.rows == chip.rows:
+      most = batches.largest(twice, times(4))
+  return most
 
 
 def _search(use: Use) -> None:

@@ -10,6 +10,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from kvjax.activations import Activations
+from kvjax.cache.sharding import gather_residual
 from kvjax.kernels.dispatch import target_platform
 from kvjax.model import Attend
 from kvjax.models.config import DecoderConfig
@@ -217,14 +218,14 @@ class Layer(nnx.Module):
       attend: the attention.
     """
     norms, scale = self.config.style.norms, self.config.residual_scale
-    inputs = self._norm(norms.before_attention, x)
+    inputs = gather_residual(self._norm(norms.before_attention, x))
     own = None if self.kind.rope is None else tables[self.kind.rope]
     block = self.self_attn.activations(inputs, positions, own)
     attended, state = attend(block)
     branch = self._norm(norms.after_attention, self.self_attn.output(attended))
     x = x + _scaled(branch, scale)
     if not self.config.style.parallel:
-      inputs = self._norm(norms.before_mlp, x)
+      inputs = gather_residual(self._norm(norms.before_mlp, x))
     branch = self._norm(norms.after_mlp, self.mlp(inputs))
     return x + _scaled(branch, scale), state
 

@@ -5,14 +5,28 @@ computes every expert for all tokens and masks, other platforms sort the tokens
 by expert and multiply groups of rows (`jax.lax.ragged_dot`).
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Bool, Float, Int
 
+from kvjax.cache.sharding import residual_axes
 from kvjax.kernels.dispatch import target_platform
+from kvjax.kernels.mesh_axes import (
+  CONTEXT,
+  DATA,
+  MODEL,
+  Spread,
+  axis_size,
+  spread_over,
+  without_context,
+)
+from kvjax.models.sharding import expert_specs
 from kvjax.models.structure import GATES, ExpertSizes
 
 
@@ -32,6 +46,11 @@ class Projections(nnx.Module):
     self.kernel = nnx.Param((draw * inputs**-0.5).astype(dtype))
     if sizes.bias:
       self.bias = nnx.Param(jnp.zeros((sizes.count, outputs), dtype))
+
+  def keep_bias(self, kept: Bool[Array, ""]) -> None:
+    """Removes the bias unless it is kept."""
+    if hasattr(self, "bias"):
+      self.bias[...] = jnp.where(kept, self.bias[...], 0)
 
   def one(
     self, expert: Int[Array, ""], x: Float[Array, "T I"]
@@ -142,8 +161,64 @@ class SparseMlp(nnx.Module):
 
   def __call__(self, x: Float[Array, "B S E"]) -> Float[Array, "B S E"]:
     """Transforms every token independently."""
+    if target_platform() == "cpu":
+      return self._computed(x, self.experts.masked)
+    sizes = jax.sharding.get_abstract_mesh().shape
+    inner = spread_over(MODEL, [self.sizes.width], without_context(sizes))
+    if axis_size(inner, sizes) == 1:
+      return self._computed(x, self.experts.grouped)
+    return self._summed(x, inner)
+
+  def _summed(
+    self, x: Float[Array, "B S E"], inner: Spread
+  ) -> Float[Array, "B S E"]:
+    """Computes with each device's part of all experts, and sums over devices.
+
+    A device first sums the experts of a token. XLA would sum each expert's rows
+    over devices, which are as many times more.
+
+    Args:
+      x: the inputs.
+      inner: mesh axes that have a part of the experts' inner axis each.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    graph, state = nnx.split(self)
+    rows = spread_over(DATA, [x.shape[0]], mesh.shape)
+    tokens = spread_over(CONTEXT, [x.shape[1]], mesh.shape)
+    if axis_size(tokens, mesh.shape) == 1:
+      tokens = None
+    keeps = residual_axes(x.shape) == inner
+    given = PartitionSpec(rows, tokens)
+
+    @functools.partial(
+      jax.shard_map,
+      in_specs=(expert_specs(state, mesh.shape), given),
+      out_specs=PartitionSpec(rows, inner) if keeps else given,
+      check_vma=False,
+    )
+    def computed(
+      state: nnx.State, x: Float[Array, "B S E"]
+    ) -> Float[Array, "B s E"]:
+      own: SparseMlp = nnx.merge(graph, state)
+      own.experts.down_proj.keep_bias(jax.lax.axis_index(inner) == 0)
+      part = own._computed(x, own.experts.grouped)
+      if keeps:
+        return jax.lax.psum_scatter(
+          part, inner, scatter_dimension=1, tiled=True
+        )
+      return jax.lax.psum(part, inner)
+
+    result: Float[Array, "B S E"] = computed(state, x)
+    return result
+
+  def _computed(
+    self,
+    x: Float[Array, "B S E"],
+    compute: Callable[
+      [Float[Array, "T E"], Int[Array, "T X"], Float[Array, "T X"]],
+      Float[Array, "T E"],
+    ],
+  ) -> Float[Array, "B S E"]:
+    """Routes the tokens, and computes their experts."""
     flat = x.reshape(-1, x.shape[-1])
-    experts, weights = self.route(flat)
-    on_cpu = target_platform() == "cpu"
-    compute = self.experts.masked if on_cpu else self.experts.grouped
-    return compute(flat, experts, weights).reshape(x.shape)
+    return compute(flat, *self.route(flat)).reshape(x.shape)

@@ -1,6 +1,7 @@
 """Sharding of weights over the axis "model" of a mesh."""
 
 import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -71,18 +72,49 @@ def param_shardings(
   # All layers have the same number of heads.
   layer = geometry.layers[0]
   units = {"heads": layer.heads, "kv_heads": layer.kv_heads}
-  sizes = without_context(mesh.shape)
 
   def shard(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
-    spec: list[Spread] = []
-    for axis, size in zip(_logical(path, leaf), leaf.shape, strict=True):
-      # Heads must divide, not their channels, or one would be split.
-      parts = units.get(axis or "", size)
-      is_whole = axis not in SHARDED
-      spec.append(None if is_whole else spread_over(MODEL, [parts], sizes))
-    return NamedSharding(mesh, PartitionSpec(*spec))
+    return NamedSharding(mesh, _spec(path, leaf, units, mesh.shape))
 
   return jax.tree_util.tree_map_with_path(shard, template)
+
+
+def expert_specs(
+  state: nnx.State, sizes: Mapping[str, int]
+) -> PyTree[PartitionSpec]:
+  """Says which axes `param_shardings` shards of a layer's sparse MLP.
+
+  Args:
+    state: the state of the MLP; only paths and shapes are read.
+    sizes: sizes of the mesh's axes.
+  """
+  return jax.tree_util.tree_map_with_path(
+    lambda path, leaf: _spec(path, leaf, {}, sizes), state
+  )
+
+
+def _spec(
+  path: tuple[Any, ...],
+  leaf: Any,
+  units: Mapping[str, int],
+  sizes: Mapping[str, int],
+) -> PartitionSpec:
+  """Shards the axes of a parameter that may be, where they divide evenly.
+
+  Args:
+    path: path of the parameter.
+    leaf: the parameter; only its shape is read.
+    units: number of units that must not be split, by logical axes.
+    sizes: sizes of the mesh's axes.
+  """
+  spec: list[Spread] = []
+  for axis, size in zip(_logical(path, leaf), leaf.shape, strict=True):
+    # Heads must divide, not their channels, or one would be split.
+    parts = units.get(axis or "", size)
+    is_whole = axis not in SHARDED
+    within = without_context(sizes)
+    spec.append(None if is_whole else spread_over(MODEL, [parts], within))
+  return PartitionSpec(*spec)
 
 
 class Copies(NamedTuple):

@@ -19,6 +19,8 @@ from kvjax.kernels.mesh_axes import (
   GROUP,
   HEADS,
   MODEL,
+  Spread,
+  axis_size,
   spread_over,
   whole,
 )
@@ -182,6 +184,42 @@ def shard_tokens[Tree: PyTree](tree: Tree, shape: tuple[int, ...]) -> Tree:
     return _constrain_axes(leaf, (DATA, CONTEXT)) if own else leaf
 
   return jax.tree.map(shard, tree)
+
+
+def residual_axes(shape: tuple[int, ...]) -> Spread:
+  """Chooses the mesh axes that share out the tokens of the residual of prompts.
+
+  Norms and sums of a token need no other token. What devices send does not
+  grow: a sum of which each keeps its tokens, and `gather_residual`, are the two
+  halves of a sum for all devices (Korthikanti et al., arXiv 2205.05198). Of
+  several rows, XLA would make the whole sum all the same on TPUs.
+
+  Args:
+    shape: shape of the residual [B, S, E].
+
+  Returns:
+    None if every device has all tokens, or "context" shares them out.
+  """
+  sizes = jax.sharding.get_abstract_mesh().shape
+  if context_size() > 1 or shape[0] != sizes.get(DATA, 1):
+    return None
+  axes = spread_over(MODEL, [shape[1]], sizes)
+  return axes if axis_size(axes, sizes) > 1 else None
+
+
+def shard_residual(hidden: jax.Array) -> jax.Array:
+  """Shards the residual [B, S, E] of prompts between the parts of a layer."""
+  axes = residual_axes(hidden.shape)
+  if axes is None:
+    return shard_tokens(hidden, hidden.shape[:2])
+  return jax.lax.with_sharding_constraint(hidden, PartitionSpec(DATA, axes))
+
+
+def gather_residual(hidden: jax.Array) -> jax.Array:
+  """Gathers what `shard_residual` has shared out, for products with weights."""
+  if residual_axes(hidden.shape) is None:
+    return hidden
+  return _constrain_axes(hidden, (DATA,))
 
 
 def shard_activations(activations: Activations) -> Activations:

@@ -11,7 +11,7 @@ from jax.interpreters.partial_eval import DynamicJaxprTracer
 from jaxtyping import Array, Float, Int, PyTree
 
 from kvjax.activations import Activations
-from kvjax.cache.sharding import shard_activations, shard_tokens
+from kvjax.cache.sharding import shard_activations, shard_residual, shard_tokens
 from kvjax.calibration.features import TAIL
 from kvjax.engine.forward import attend_to_prompt, block_positions
 from kvjax.engine.likelihood import prompt_and_tail_nll
@@ -34,7 +34,8 @@ def embed(
   positions: Int[Array, "B S"],
 ) -> tuple[Float[Array, "B S E"], PyTree]:
   """Embeds tokens; see `Model.embed`."""
-  return shard_tokens(model.embed(params, tokens, positions), tokens.shape)
+  hidden, shared = model.embed(params, tokens, positions)
+  return shard_residual(hidden), shard_tokens(shared, tokens.shape)
 
 
 @functools.partial(
@@ -82,7 +83,7 @@ def forward_layer(
     positions,
     attend,
   )
-  hidden = shard_tokens(hidden, positions.shape)
+  hidden = shard_residual(hidden)
   return hidden, activations if spec.cache else None
 
 

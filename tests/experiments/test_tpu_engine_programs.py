@@ -94,6 +94,23 @@ def test_layers_with_a_window_are_rings(chip, use, layers, most):
 
 
 @pytest.mark.libtpu
+def test_devices_share_out_the_residual_of_a_prompt():
+  """None sums it for all of them; whole, temporaries are 3.9 residuals."""
+  chips.prepare_libtpu()
+  tokens, v5e = 8192, chips.Chip.load("v5e")
+  plan = kvjax.get_plan("keydiff", kvjax.Retention(0.25))
+  use = engine_programs.Use("keydiff", "", plan, tokens)
+  found = engine_programs.lower_prefill(use, 2, v5e).measure()
+  residual = 2 * tokens * LLAMA.fields["hidden_size"]
+  largest = {}
+  for each in found.sent:
+    largest[each.opcode] = max(largest.get(each.opcode, 0), each.nbytes)
+  assert largest["all-reduce"] < residual / 100
+  assert largest["all-gather"] == residual
+  assert found.temporary < 3 * residual
+
+
+@pytest.mark.libtpu
 def test_a_prefill_holds_no_more_for_more_layers():
   """Besides their weights, and what is kept of them.
 
