@@ -129,6 +129,26 @@ REFUSED = {
     lambda: kvjax.get_plan("pyramid/quest@0.5", kvjax.Tokens(8)),
     "quest retrieves keys, .* evicts them, as in ctkvr/keydiff@0.5",
   ),
+  "a_method_for_its_name": (
+    lambda: kvjax.get_method(QUEST),
+    "get_method takes a name such as 'keydiff', not Quest",
+  ),
+  "no_name_of_a_retrieval": (
+    lambda: kvjax.get_retrieval(None),
+    "get_retrieval takes a name such as 'quest', not None",
+  ),
+  "what_evicts_where_one_retrieves": (
+    lambda: kvjax.get_retrieval("snapkv.kvpress:window=3"),
+    "snapkv.kvpress evicts tokens, .* retrieves keys, such as quest",
+  ),
+  "nothing_twice_before_a_method": (
+    lambda: kvjax.get_method("//keydiff"),
+    "There is no '' to put before a method; there are pyramid, ",
+  ),
+  "what_is_unknown_twice_before_a_method": (
+    lambda: kvjax.get_method("adda/adda/keydiff"),
+    r"There is no 'adda' to put before a method \(did you mean ada\?",
+  ),
   "a_sign_of_budgets_in_a_path": (
     lambda: kvjax.get_plan("ada/qfilters:filters=a@b/c.f", kvjax.Tokens(8)),
     "a@b/c.f cannot be read",
