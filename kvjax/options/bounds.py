@@ -45,20 +45,22 @@ def check_used(method: Any, decisive: str, *unused: str) -> None:
 
 
 def check_count(name: str, value: object, least: int = 1) -> None:
-  """Refuses what is not a whole number of at least `least`.
+  """Refuses what is not a whole number of at least `least`, or of 32 bits.
 
   Raises:
     InputError: it is not; the message names it.
   """
   try:
     # NumPy's integers pass, floats do not.
-    fits = operator.index(value) >= least  # type: ignore[arg-type]
+    number = operator.index(value)  # type: ignore[arg-type]
   except TypeError:
-    fits = False
-  if not fits:
+    number = least - 1
+  if number < least:
     raise InputError(
       f"{name} must be a whole number, {least} or more; {value!r} is not."
     )
+  if number >= 2**31:
+    raise InputError(f"{name} must be below {2**31}; {number} is not.")
 
 
 def check_number(name: str, value: object) -> None:

@@ -85,6 +85,18 @@ REFUSED = {
     lambda: kvjax.generate(MODEL, PARAMS, [], PROMPTS, kvjax.Decoding(2)),
     "nothing to continue; give at least one cache",
   ),
+  "more_room_than_32_bits_count": (
+    lambda: kvjax.reserve(CACHE, 2**31),
+    "tokens to reserve must be below 2147483648; 2147483648 is not",
+  ),
+  "evictions_further_apart_than_32_bits_count": (
+    lambda: kvjax.Schedule(every=2**31),
+    "every must be below 2147483648; 2147483648 is not",
+  ),
+  "a_window_of_a_threshold_beyond_32_bits": (
+    lambda: kvjax.Threshold(0.5, window=2**70),
+    "window of a threshold must be below 2147483648; 11805916207174113034",
+  ),
   "half_a_token_of_room": (
     lambda: kvjax.reserve(CACHE, 2.5),
     "tokens to reserve must be a whole number, 0 or more; 2.5 is not",
@@ -190,6 +202,28 @@ def test_the_hottest_temperature_draws_without_a_warning():
     for token in sample(masked, inputs, zeros, zeros + place)
   }
   assert drawn == {0, 1}
+
+
+@pytest.mark.usefixtures("untyped")
+@pytest.mark.parametrize("array", [np.asarray, jnp.asarray], ids=["np", "jnp"])
+def test_numbers_of_arrays_are_hashable_options(array):
+  drawn = kvjax.Sampling(1.0, top_k=array(5))
+  given = kvjax.Decoding(array(3), sampling=drawn)
+  same = kvjax.Decoding(3, sampling=kvjax.Sampling(1.0, top_k=5))
+  assert (hash(given), given) == (hash(same), same)
+
+
+@pytest.mark.usefixtures("untyped")
+def test_the_widest_block_does_not_hide_a_prompt_that_is_too_long():
+  """A block and what is kept are more than 32 bits count."""
+  plan = kvjax.get_plan(
+    "streaming:rerotate=true",
+    kvjax.Tokens(5),
+    schedule=kvjax.Schedule(block=2**31 - 1),
+  )
+  prompts = kvjax.Prompts.of([[1] * 5000])
+  with pytest.raises(InputError, match=r"has 5000 tokens; .* context is"):
+    kvjax.prefill(MODEL, PARAMS, prompts, plan)
 
 
 @pytest.mark.usefixtures("untyped")
