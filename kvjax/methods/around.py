@@ -23,6 +23,14 @@ class Using(Method):
 
   over: Method
 
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    if not isinstance(self.over, Method):
+      raise InputError(
+        f"{type(self).__name__} uses a kvjax.methods.Method, such as "
+        f"kvjax.get_method('keydiff'); {self.over!r} is not one."
+      )
+
   def check_model(self, geometry: Geometry) -> None:
     """Refuses what the method refuses."""
     self.over.check_model(geometry)

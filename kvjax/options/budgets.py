@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 
 from kvjax.errors import InputError
-from kvjax.options.bounds import check_choices, check_count, check_number
+from kvjax.options.bounds import check_count, check_number, check_options
 
 Rounding = Literal["up", "kvpress"]
 # As in kvpress.
@@ -92,7 +92,7 @@ class Retention:
         f"Retention is the share of the prompt that is kept, above 0 and at "
         f"most 1; {self.share:g} is not."
       )
-    check_choices(self)
+    check_options(self)
     object.__setattr__(self, "share", float(self.share))
 
   def num_kept(self, length: int) -> int:

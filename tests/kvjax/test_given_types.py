@@ -69,6 +69,34 @@ REFUSED = {
     lambda: KeyL2Norm(skip_layers=(0.5,)),
     "skip_layers are numbers of layers, .* 0.5 is not one",
   ),
+  "half_a_token_of_a_window": (
+    lambda: kvjax.methods.SnapKV(window=2.5),
+    "window must be a whole number of 32 bits; 2.5 is not",
+  ),
+  "a_seed_of_64_bits": (
+    lambda: kvjax.methods.Random(seed=2**40),
+    "seed must be a whole number of 32 bits; 1099511627776 is not",
+  ),
+  "a_text_for_a_page": (
+    lambda: type(QUEST)(page="16"),
+    "page must be a whole number of 32 bits; '16' is not",
+  ),
+  "a_text_for_a_share": (
+    lambda: kvjax.methods.KeyDiff(recent_frac="0.5"),
+    "recent_frac must be a number; '0.5' is not",
+  ),
+  "a_text_for_an_option_that_is_true": (
+    lambda: kvjax.methods.H2O(normalize="false"),
+    "normalize must be True or False; 'false' is not",
+  ),
+  "a_name_for_a_method": (
+    lambda: kvjax.methods.Chunked("keydiff", 3),
+    "Chunked uses a kvjax.methods.Method, .*; 'keydiff' is not one",
+  ),
+  "no_method_to_use": (
+    lambda: kvjax.methods.Think(None),
+    "Think uses a kvjax.methods.Method, .*; None is not one",
+  ),
   "an_array_without_dimensions_for_layers": (
     lambda: KeyL2Norm(skip_layers=np.array(1)),
     r"skip_layers is a list of layers, as in \(0, 1\), not array\(1\)",
