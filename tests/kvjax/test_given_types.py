@@ -153,6 +153,35 @@ REFUSED = {
     lambda: kvjax.PerLayer(None),
     "budget per layer is a list of budgets, .* not None",
   ),
+  "no_prompts_at_all": (
+    lambda: kvjax.Prompts.of(None),
+    r"rows of token ids, as in \[\[5, 7\], \[9\]\]; None is no row",
+  ),
+  "a_text_for_a_padding": (
+    lambda: kvjax.Prompts.of([[1]], padded="8"),
+    "padded must be a whole number, 0 or more; '8' is not",
+  ),
+  "one_mask_for_all_rows": (
+    lambda: kvjax.Prompts.of([[1, 2]], protected=[True, False]),
+    r"as many values as each row has tokens, \[2\]",
+  ),
+  "no_mask": (
+    lambda: kvjax.Prompts.of([[1, 2]], protected=5),
+    r"as many values as each row has tokens, \[2\]",
+  ),
+  "a_mask_of_words": (
+    lambda: kvjax.Prompts.of([[1, 2]], protected=[["yes", "no"]]),
+    r"protected is true or false for every token; \[\['yes', 'no'\]\]",
+  ),
+  "a_text_for_a_request": (
+    lambda: kvjax.Prompts.of([[1, 2]], repeat_request="Repeat it."),
+    "prompt is a kvjax.RepeatRequest, .*; 'Repeat it.' is not",
+  ),
+  "a_text_for_a_row": (lambda: PROMPTS.row("0"), "no row '0' of prompts"),
+  "fewer_copies_than_none": (
+    lambda: PROMPTS.repeat(-1),
+    "number of copies must be a whole number, 1 or more; -1 is not",
+  ),
   "a_share_above_1_in_a_name": (
     lambda: kvjax.get_plan("ctkvr/keydiff@1.5", kvjax.Tokens(8)),
     "at most 1; 1.5 is not",
