@@ -4,7 +4,7 @@ import dataclasses
 import math
 import numbers
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -208,8 +208,10 @@ class PerLayer:
   layers: tuple[Budget, ...]
 
   def __init__(self, layers: Sequence[float | Budget]) -> None:
+    # The letters of a text are no budgets.
+    listed: Any = None if isinstance(layers, str) else layers
     try:
-      budgets = tuple(map(as_budget, layers))
+      budgets = tuple(map(as_budget, listed))
     except TypeError:
       raise InputError(
         "A budget per layer is a list of budgets, as in "

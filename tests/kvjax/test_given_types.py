@@ -153,6 +153,14 @@ REFUSED = {
     lambda: kvjax.PerLayer(None),
     "budget per layer is a list of budgets, .* not None",
   ),
+  "a_text_for_budgets": (
+    lambda: kvjax.PerLayer("0.5"),
+    "budget per layer is a list of budgets, .* not '0.5'",
+  ),
+  "a_text_for_true": (
+    lambda: kvjax.get_plan("keydiff", 0.5, per_query_head="false"),
+    "per_query_head of a plan is True or False; 'false' is neither",
+  ),
   "no_prompts_at_all": (
     lambda: kvjax.Prompts.of(None),
     r"rows of token ids, as in \[\[5, 7\], \[9\]\]; None is no row",
@@ -181,6 +189,18 @@ REFUSED = {
   "fewer_copies_than_none": (
     lambda: PROMPTS.repeat(-1),
     "number of copies must be a whole number, 1 or more; -1 is not",
+  ),
+  "a_layer_beyond_the_last": (
+    lambda: CACHE.layer(2),
+    "There is no layer 2 of this cache; the layers are 0 to 1",
+  ),
+  "less_than_no_width": (
+    lambda: kvjax.decoding_nbytes(MODEL, CACHE, -1, DRAWN),
+    "width must be a whole number, 0 or more; -1 is not",
+  ),
+  "a_number_for_decoding": (
+    lambda: kvjax.decoding_nbytes(MODEL, CACHE, 0, 3),
+    r"kvjax.Decoding\(max_new_tokens=64\); 3 is not one",
   ),
   "a_share_above_1_in_a_name": (
     lambda: kvjax.get_plan("ctkvr/keydiff@1.5", kvjax.Tokens(8)),
