@@ -64,9 +64,9 @@ def _check_joined(plan: Plan, geometry: Geometry) -> None:
   }
   if len(found) > 1:
     raise InputError(
-      f"{name_of(plan.method)} joins the scores of all layers, and those of "
-      "this model differ in their heads; use a method whose layers select by "
-      "themselves."
+      f"With these options, {name_of(plan.method)} joins the scores of all "
+      "layers, and those of this model differ in their heads; use options or a "
+      "method whose layers select by themselves."
     )
 
 

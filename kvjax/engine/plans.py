@@ -284,7 +284,7 @@ class Plan:
         "this plan compresses the whole prompt once; leave out its schedule"
       )
     elif later.schedule.every is None or later.schedule.block is not None:
-      reason = "its schedule is kvjax.Schedule(every=...), and no blocks"
+      reason = "its schedule must be kvjax.Schedule(every=...), without blocks"
     elif self.spread.ragged:
       reason = (
         f"the heads of {self.name} keep different numbers of tokens, which "

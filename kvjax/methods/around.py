@@ -66,8 +66,9 @@ def refuse_joined(prefix: str, over: Method) -> None:
   """
   if over.traits.joins_layers:
     raise InputError(
-      f"{prefix} selects in each layer by itself, and {name_of(over)} once for "
-      f"all layers; use it without {prefix}."
+      f"{prefix} selects in each layer by itself, and with these options "
+      f"{name_of(over)} once for all layers; choose others, or use it without "
+      f"{prefix}."
     )
 
 
