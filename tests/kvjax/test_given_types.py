@@ -185,6 +185,29 @@ REFUSED = {
     lambda: kvjax.Prompts.of([[1, 2]], repeat_request="Repeat it."),
     "prompt is a kvjax.RepeatRequest, .*; 'Repeat it.' is not",
   ),
+  "a_text_for_tokens_of_a_request": (
+    lambda: kvjax.RepeatRequest(first="Repeat it."),
+    r"first of a request .* as in \(11, 12\), not 'Repeat it.'",
+  ),
+  "a_token_for_tokens_of_a_request": (
+    lambda: kvjax.RepeatRequest(suffix=7),
+    r"suffix of a request .* as in \(11, 12\), not 7",
+  ),
+  "a_token_of_a_request_that_no_model_embeds": (
+    lambda: kvjax.RepeatRequest(later=[3, -5]),
+    r"later of a request .* as in \(11, 12\), not \[3, -5\]",
+  ),
+  "a_token_of_a_request_that_this_model_does_not_embed": (
+    lambda: kvjax.prefill(
+      MODEL,
+      PARAMS,
+      kvjax.Prompts.of(
+        [[1, 2]], repeat_request=kvjax.RepeatRequest(later=(64,))
+      ),
+      kvjax.get_plan("kvzip", 0.5),
+    ),
+    "There is no token 64: this model embeds 64",
+  ),
   "a_text_for_a_row": (lambda: PROMPTS.row("0"), "no row '0' of prompts"),
   "fewer_copies_than_none": (
     lambda: PROMPTS.repeat(-1),
@@ -288,6 +311,13 @@ def test_numbers_of_arrays_are_hashable_options(array):
   given = kvjax.Decoding(array(3), sampling=drawn)
   same = kvjax.Decoding(3, sampling=kvjax.Sampling(1.0, top_k=5))
   assert (hash(given), given) == (hash(same), same)
+
+
+@pytest.mark.usefixtures("untyped")
+def test_requests_of_lists_are_those_of_tuples():
+  request = kvjax.RepeatRequest(first=[1, 2], suffix=np.array([7]))
+  assert request == kvjax.RepeatRequest(first=(1, 2), suffix=(7,))
+  assert hash(request) == hash(kvjax.RepeatRequest(first=(1, 2), suffix=(7,)))
 
 
 @pytest.mark.usefixtures("untyped")
