@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Int, Shaped
 
 from kvjax.errors import InputError
 from kvjax.hosts import is_traced
+from kvjax.options.bounds import check_count
 from kvjax.repeat_request import RepeatRequest
 from kvjax.struct import static, struct
 
@@ -86,6 +87,11 @@ class Prompts:
         "What is protected is true or false for every token, padding included: "
         f"give a mask of the shape of the tokens, {rows} x {width}."
       )
+    if not isinstance(self.repeat_request, RepeatRequest):
+      raise InputError(
+        "The request to repeat a prompt is a kvjax.RepeatRequest, such as "
+        f"kvjax.RepeatRequest.of(lm.text); {self.repeat_request!r} is not."
+      )
     if np.any(lengths < 1) or np.any(lengths > width):
       raise InputError(
         f"Lengths must be between 1 and the {width} tokens that rows are "
@@ -115,9 +121,9 @@ class Prompts:
         other things than token ids, or `protected` has other lengths than the
         rows.
     """
+    _check_rows(rows)
     if not len(rows):
       raise InputError("There are no prompts; give at least one.")
-    _check_rows(rows)
     for index, row in enumerate(rows):
       if not len(row):
         raise InputError(
@@ -126,6 +132,8 @@ class Prompts:
     _check_ids(rows)
     lengths = np.array([len(row) for row in rows], np.int32)
     longest = int(lengths.max())
+    if padded is not None:
+      check_count("padded", padded, 0)
     width = bucket(longest) if padded is None else padded
     if width < longest:
       raise InputError(
@@ -136,11 +144,7 @@ class Prompts:
     request = RepeatRequest() if request is None else request
     if protected is None:
       return cls(tokens, lengths, None, request)
-    if [len(row) for row in protected] != lengths.tolist():
-      raise InputError(
-        "What is protected is said of every token: give as many values as each "
-        f"row has tokens, {lengths.tolist()}."
-      )
+    _check_protected(protected, lengths.tolist())
     mask = _pad(protected, width, np.bool_)
     return cls(tokens, lengths, mask, request)
 
@@ -159,7 +163,12 @@ class Prompts:
     return [row[:n].tolist() for row, n in zip(tokens, lengths, strict=True)]
 
   def repeat(self, times: int) -> "Prompts":
-    """Repeats the batch, one copy after another."""
+    """Repeats the batch, one copy after another.
+
+    Raises:
+      InputError: `times` is no whole number of 1 or more.
+    """
+    check_count("The number of copies", times)
     mask = self.protected
     return Prompts(
       np.tile(_known(self.tokens), (times, 1)),
@@ -174,7 +183,8 @@ class Prompts:
     Raises:
       InputError: there is no such row.
     """
-    if not 0 <= index < len(self.tokens):
+    numbers = range(len(self.tokens))
+    if not hasattr(index, "__index__") or index not in numbers:
       raise InputError(
         f"There is no row {index!r} of prompts; the rows are 0 to "
         f"{len(self.tokens) - 1}."
@@ -235,7 +245,7 @@ def _known(
 
 def _check_rows(rows: Any) -> None:
   """Checks types, for callers without a static type checker."""
-  for row in rows:
+  for row in rows if hasattr(rows, "__len__") else [rows]:
     if isinstance(row, str) or not hasattr(row, "__len__"):
       raise InputError(
         "Prompts are rows of token ids, as in [[5, 7], [9]]; "
@@ -256,6 +266,25 @@ def _check_ids(rows: Rows) -> None:
         f"Token ids must be 0 or more, and below {2**31}; those of "
         f"{reprlib.repr(row)} are not."
       )
+
+
+def _check_protected(protected: Any, lengths: list[int]) -> None:
+  """Refuses what does not say of every token whether it is protected."""
+  try:
+    masks = [np.asarray(row) for row in protected]
+  except (TypeError, ValueError):
+    masks = []
+  shapes = [(length,) for length in lengths]
+  if [mask.shape for mask in masks] != shapes:
+    raise InputError(
+      "What is protected is said of every token: give as many values as each "
+      f"row has tokens, {lengths}."
+    )
+  if any(mask.dtype != np.bool_ for mask in masks):
+    raise InputError(
+      "What is protected is true or false for every token; "
+      f"{reprlib.repr(protected)} is not."
+    )
 
 
 def _pad(

@@ -1,7 +1,10 @@
 """The request to repeat a part of a prompt."""
 
 import dataclasses
-from typing import Protocol, runtime_checkable
+import operator
+from typing import Any, Protocol, runtime_checkable
+
+from kvjax.errors import InputError
 
 _FIRST = "\n\nRepeat the previous context exactly."
 _LATER = "\n\nRepeat the part of the previous context exactly, starting with"
@@ -29,6 +32,8 @@ class RepeatRequest:
   Source: Kim et al., arXiv 2505.23416 (KVzip), Section 3.2. The authors end the
   request for later chunks with a space; as in kvpress, there is none here.
 
+  Raises InputError if one of its parts is no list of token ids.
+
   Attributes:
     prefix: ids of the chat template before a context. Rows may begin with them,
       or with some of them; these tokens are not replayed.
@@ -50,6 +55,11 @@ class RepeatRequest:
   later: tuple[int, ...] = ()
   suffix: tuple[int, ...] = ()
 
+  def __post_init__(self) -> None:
+    for name in ("prefix", "first", "later", "suffix"):
+      # Lists are not hashable, and a request is part of what is compiled.
+      object.__setattr__(self, name, _ids(name, getattr(self, name)))
+
   @property
   def asks(self) -> bool:
     """Whether there is more than the chat template before a context."""
@@ -69,3 +79,17 @@ class RepeatRequest:
     before, after = (tuple(tokenizer.encode(text)) for text in texts)
     first, later = (tuple(tokenizer.encode(t)) for t in (_FIRST, _LATER))
     return cls(before, first, later, after)
+
+
+def _ids(name: str, given: Any) -> tuple[int, ...]:
+  """Token ids as a tuple; refuses what is none."""
+  try:
+    ids = tuple(map(operator.index, given))
+  except TypeError:
+    ids = (-1,)
+  if any(not 0 <= number < 2**31 for number in ids):
+    raise InputError(
+      f"{name} of a request to repeat is a list of token ids, as in (11, 12), "
+      f"not {given!r:.80}."
+    )
+  return ids

@@ -96,7 +96,7 @@ class LagLaw(Allocation):
     if self.of_row:
       raise InputError(
         f"{name} keeps a share of every partition, however many there will be: "
-        "retention_of=partition."
+        "choose retention_of=partition."
       )
     if not isinstance(budget, Retention):
       raise InputError(

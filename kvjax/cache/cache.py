@@ -63,7 +63,17 @@ class Cache:
     return tuple(map(self.layer, range(len(self.order))))
 
   def layer(self, number: int) -> Layer | None:
-    """The cache of one layer, copied out of its stack; None if it has none."""
+    """The cache of one layer, copied out of its stack; None if it has none.
+
+    Raises:
+      InputError: there is no such layer.
+    """
+    last = len(self.order) - 1
+    if not hasattr(number, "__index__") or not -last - 1 <= number <= last:
+      raise InputError(
+        f"There is no layer {number!r} of this cache; the layers are 0 to "
+        f"{last}."
+      )
     stack = self.order[number]
     if stack < 0:
       return None

@@ -14,7 +14,7 @@ from kvjax.calibration.curve import least_retention
 from kvjax.calibration.features import NAMES, Features
 from kvjax.calibration.fields import PRESETS, Preset, checked, to_json
 from kvjax.errors import InputError, warn
-from kvjax.options.bounds import check_choices, check_number
+from kvjax.options.bounds import check_number, check_options
 from kvjax.options.budgets import Rounding
 
 Path = str | os.PathLike[str]
@@ -356,7 +356,7 @@ class Calibrated:
   rounding: Rounding = "up"
 
   def __post_init__(self) -> None:
-    check_choices(self)
+    check_options(self)
     check_tau(self.tau)
 
   def retentions(self, features: Features) -> Float[np.ndarray, " B"]:

@@ -58,10 +58,9 @@ class Decoding:
     # Lists and arrays are not hashable, and this is part of what is compiled.
     object.__setattr__(self, "stop_ids", tuple(map(_stop_id, stops)))
     check_count("max_new_tokens", self.max_new_tokens)
-    if self.max_new_tokens >= 2**31:
-      raise InputError(
-        f"max_new_tokens must be below {2**31}; {self.max_new_tokens} is not."
-      )
+    object.__setattr__(
+      self, "max_new_tokens", operator.index(self.max_new_tokens)
+    )
     sampling: Any = self.sampling
     if not isinstance(sampling, Sampling):
       raise InputError(

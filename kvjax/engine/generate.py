@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int, PyTree
 from kvjax.cache.cache import Cache
 from kvjax.cache.joining import group_caches, stack, unstack
 from kvjax.engine.capacity import (
+  check_cache,
   check_caches,
   check_prompts,
   grow_for,
@@ -24,6 +25,7 @@ from kvjax.engine.decode import (
   Decoding,
   DecodingInputs,
   OnToken,
+  check_decoding,
   decode,
   listening,
 )
@@ -95,6 +97,9 @@ def decoding_nbytes(
     width: tokens of the padded prompts; 0 if logits are continued.
     decoding: options of decoding.
 
+  Raises:
+    InputError: the cache is of another model, or `width` no whole number.
+
   Examples:
     >>> import kvjax
     >>> from kvjax.testing import TinyModel
@@ -108,6 +113,9 @@ def decoding_nbytes(
     True
   """
   check_caches([cache])
+  check_cache(model, cache)
+  check_count("width", width, 0)
+  check_decoding(decoding)
   lengths = read(cache.next_positions)
   prepared = prepare_decoding(model, cache, lengths, width, decoding)
   grown = jax.eval_shape(

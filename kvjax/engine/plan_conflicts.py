@@ -79,9 +79,9 @@ def check_joined(method: Method, spread: Allocation, budget: Any) -> None:
   """
   if spread.ragged or spread.spreads_layers or isinstance(budget, PerLayer):
     raise InputError(
-      f"{name_of(method)} keeps the same tokens in all layers, so that no "
-      "layer or head can have a budget of its own; give one for all, without "
-      "an allocation."
+      f"With these options, {name_of(method)} keeps the same tokens in all "
+      "layers, so that no layer or head can have a budget of its own; give one "
+      "for all, without an allocation, or other options."
     )
 
 

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import PyTree
 
 from kvjax.cache.layers import KV_DTYPES
@@ -13,7 +14,7 @@ from kvjax.engine.plans import Plan
 from kvjax.engine.rerotation import check_rotary
 from kvjax.errors import InputError, warn
 from kvjax.kernels.mesh_axes import MODEL, axis_size, spread_over, whole
-from kvjax.model import Geometry, Model
+from kvjax.model import Geometry, Model, check_tokens
 from kvjax.names import name_of
 from kvjax.prompts import Prompts
 
@@ -64,9 +65,9 @@ def _check_joined(plan: Plan, geometry: Geometry) -> None:
   }
   if len(found) > 1:
     raise InputError(
-      f"{name_of(plan.method)} joins the scores of all layers, and those of "
-      "this model differ in their heads; use a method whose layers select by "
-      "themselves."
+      f"With these options, {name_of(plan.method)} joins the scores of all "
+      "layers, and those of this model differ in their heads; use options or a "
+      "method whose layers select by themselves."
     )
 
 
@@ -85,6 +86,20 @@ def _check_named_layers(plan: Plan, geometry: Geometry) -> None:
         f"{name_of(method)} leaves layer {max(layers)} whole, and this "
         f"model's last layer is {last}; name other layers."
       )
+
+
+def check_request(
+  model: Model, plans: Iterable[Plan], prompts: Prompts
+) -> None:
+  """Refuses a request to repeat that has tokens which a model does not embed.
+
+  Raises:
+    InputError: it has, and a plan uses it.
+  """
+  request = prompts.repeat_request
+  ids = np.array([[*request.first, *request.later, *request.suffix]], np.int32)
+  if any(plan.method.traits.replay is not None for plan in plans):
+    check_tokens(model, ids, np.array([ids.size]))
 
 
 def warn_without_request(plans: Iterable[Plan], prompts: Prompts) -> None:

@@ -229,6 +229,12 @@ class Plan:
         raise InputError(
           f"The {name} of a plan is a kvjax.{how}; {given!r} is not."
         )
+    # Any text would count as true.
+    if not isinstance(self.per_query_head, bool):
+      raise InputError(
+        "per_query_head of a plan is True or False; "
+        f"{self.per_query_head!r} is neither."
+      )
 
   def _check_allocation(self, allocation: Allocation) -> None:
     name, traits = name_of(self.method), self.method.traits
@@ -278,7 +284,7 @@ class Plan:
         "this plan compresses the whole prompt once; leave out its schedule"
       )
     elif later.schedule.every is None or later.schedule.block is not None:
-      reason = "its schedule is kvjax.Schedule(every=...), and no blocks"
+      reason = "its schedule must be kvjax.Schedule(every=...), without blocks"
     elif self.spread.ragged:
       reason = (
         f"the heads of {self.name} keep different numbers of tokens, which "

@@ -16,6 +16,7 @@ from kvjax.engine.layer_budgets import check_protected
 from kvjax.engine.plan_fit import (
   check_context_axis,
   check_plan,
+  check_request,
   warn_without_request,
 )
 from kvjax.engine.plans import Plan
@@ -183,6 +184,7 @@ def _check_sweep(
   for plan in plans:
     check_plan(model, plan)
     check_context_axis(model, params, plan, prompts.tokens.shape[1])
+  check_request(model, plans, prompts)
   warn_without_request(plans, prompts)
   return plans
 

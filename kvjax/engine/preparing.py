@@ -195,7 +195,8 @@ def max_span(
     return lengths
   sizes = Sizes((1,), plan.method.traits.protects)
   counts = plan.spread.counts(plan.fixed_budget, lengths, sizes)[0]
-  return np.minimum(lengths, counts + block)
+  # The sum may not fit 32 bits.
+  return np.minimum(lengths, counts.astype(np.int64) + block)
 
 
 def _round_capacities(slots: Int[np.ndarray, " C"]) -> Int[np.ndarray, " C"]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import operator
 
 import jax
 import jax.numpy as jnp
@@ -56,6 +57,8 @@ class Sampling:
         f"top_p must be above 0 and at most 1; {self.top_p:g} is not."
       )
     check_count("top_k", self.top_k, 0)
+    # Arrays are not hashable, and this is part of what is compiled.
+    object.__setattr__(self, "top_k", operator.index(self.top_k))
 
 
 GREEDY = Sampling()

@@ -23,6 +23,14 @@ class Using(Method):
 
   over: Method
 
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    if not isinstance(self.over, Method):
+      raise InputError(
+        f"{type(self).__name__} uses a kvjax.methods.Method, such as "
+        f"kvjax.get_method('keydiff'); {self.over!r} is not one."
+      )
+
   def check_model(self, geometry: Geometry) -> None:
     """Refuses what the method refuses."""
     self.over.check_model(geometry)
@@ -58,8 +66,9 @@ def refuse_joined(prefix: str, over: Method) -> None:
   """
   if over.traits.joins_layers:
     raise InputError(
-      f"{prefix} selects in each layer by itself, and {name_of(over)} once for "
-      f"all layers; use it without {prefix}."
+      f"{prefix} selects in each layer by itself, and with these options "
+      f"{name_of(over)} once for all layers; choose others, or use it without "
+      f"{prefix}."
     )
 
 

@@ -16,7 +16,7 @@ from kvjax.cache.layers import LayerCache
 from kvjax.cache.observation import ObservationWindow
 from kvjax.methods.traits import Traits
 from kvjax.model import Geometry
-from kvjax.options.bounds import check_choices
+from kvjax.options.bounds import check_options
 from kvjax.selection import finite, top_slots
 
 
@@ -30,7 +30,7 @@ class Method(abc.ABC):
   """
 
   def __post_init__(self) -> None:
-    check_choices(self)
+    check_options(self)
 
   @property
   def traits(self) -> Traits:

@@ -45,20 +45,22 @@ def check_used(method: Any, decisive: str, *unused: str) -> None:
 
 
 def check_count(name: str, value: object, least: int = 1) -> None:
-  """Refuses what is not a whole number of at least `least`.
+  """Refuses what is not a whole number of at least `least`, or of 32 bits.
 
   Raises:
     InputError: it is not; the message names it.
   """
   try:
     # NumPy's integers pass, floats do not.
-    fits = operator.index(value) >= least  # type: ignore[arg-type]
+    number = operator.index(value)  # type: ignore[arg-type]
   except TypeError:
-    fits = False
-  if not fits:
+    number = least - 1
+  if number < least:
     raise InputError(
       f"{name} must be a whole number, {least} or more; {value!r} is not."
     )
+  if number >= 2**31:
+    raise InputError(f"{name} must be below {2**31}; {number} is not.")
 
 
 def check_number(name: str, value: object) -> None:
@@ -119,10 +121,39 @@ def check_layers(method: Any, name: str) -> None:
   object.__setattr__(method, name, tuple(map(operator.index, listed)))
 
 
-def check_choices(method: Any) -> None:
-  """Refuses values of `Literal` fields that are not among the choices."""
-  for field in dataclasses.fields(method):
-    check_choice(type(method), field.name, getattr(method, field.name))
+def check_options(method: Any) -> None:
+  """Refuses options of a wrong type, or that are not among the choices.
+
+  Whole numbers of NumPy become Python's: others cannot be saved.
+
+  Raises:
+    InputError: an option is no number, no whole one of 32 bits, not true or
+      false, or none of the choices, as its annotation says; the message names
+      it.
+  """
+  made: type = type(method)
+  for name in (field.name for field in dataclasses.fields(method)):
+    kind, value = _hints(made)[name], getattr(method, name)
+    if kind is int:
+      object.__setattr__(method, name, _whole(name, value))
+    elif kind is float:
+      check_number(name, value)
+    elif kind is bool and not isinstance(value, bool):
+      raise InputError(f"{name} must be True or False; {value!r} is not.")
+    else:
+      check_choice(made, name, value)
+
+
+def _whole(name: str, value: Any) -> int:
+  try:
+    number = operator.index(value)
+  except TypeError:
+    number = 2**31
+  if not abs(number) < 2**31:
+    raise InputError(
+      f"{name} must be a whole number of 32 bits; {value!r} is not."
+    )
+  return number
 
 
 def check_choice(method: type, option: str, value: object) -> None:
@@ -141,9 +172,13 @@ def check_choice(method: type, option: str, value: object) -> None:
 @functools.cache
 def _choices(method: type) -> Mapping[str, tuple[str, ...]]:
   """The choices of each `Literal` field."""
-  hints = get_type_hints(method)
   return {
     name: get_args(hint)
-    for name, hint in hints.items()
+    for name, hint in _hints(method).items()
     if get_origin(hint) is Literal
   }
+
+
+@functools.cache
+def _hints(method: type) -> Mapping[str, Any]:
+  return get_type_hints(method)

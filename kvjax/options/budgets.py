@@ -4,12 +4,12 @@ import dataclasses
 import math
 import numbers
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from kvjax.errors import InputError
-from kvjax.options.bounds import check_choices, check_count, check_number
+from kvjax.options.bounds import check_count, check_number, check_options
 
 Rounding = Literal["up", "kvpress"]
 # As in kvpress.
@@ -92,7 +92,7 @@ class Retention:
         f"Retention is the share of the prompt that is kept, above 0 and at "
         f"most 1; {self.share:g} is not."
       )
-    check_choices(self)
+    check_options(self)
     object.__setattr__(self, "share", float(self.share))
 
   def num_kept(self, length: int) -> int:
@@ -208,8 +208,10 @@ class PerLayer:
   layers: tuple[Budget, ...]
 
   def __init__(self, layers: Sequence[float | Budget]) -> None:
+    # The letters of a text are no budgets.
+    listed: Any = None if isinstance(layers, str) else layers
     try:
-      budgets = tuple(map(as_budget, layers))
+      budgets = tuple(map(as_budget, listed))
     except TypeError:
       raise InputError(
         "A budget per layer is a list of budgets, as in "

@@ -50,11 +50,13 @@ def get_recipe(name: str) -> Recipe:
     raise unknown(path, (), ())
   before, last = _split(name.strip())
   names = [text.partition(":")[0] for text in before]
-  kinds = collections.Counter(text.partition(".")[0] for text in names)
+  kinds = collections.Counter(
+    text.partition(".")[0] for text in names if text in WRAPPERS
+  )
   for kind, count in kinds.items():
     if count > 1:
       raise InputError(
-        f"{kind[:60]} stands {count} times before a method; write it once."
+        f"{kind} stands {count} times before a method; write it once."
       )
   base, *options = last.split(":")
   kind = base.partition("@")[0]
@@ -146,6 +148,7 @@ def get_method(name: str) -> Method:
     >>> kvjax.get_method("streaming:sinks=8")
     StreamingLLM(sinks=8, rerotate=False, recent_frac=0.0)
   """
+  _check_name(name, "get_method", "keydiff")
   recipe = get_recipe(name)
   if recipe.allocation is not None:
     raise InputError(
@@ -169,6 +172,13 @@ def get_retrieval(name: str) -> Retrieval:
     >>> kvjax.get_retrieval("ctkvr:probes=8").probes
     8
   """
+  _check_name(name, "get_retrieval", "quest")
+  kind = name.strip().partition(":")[0]
+  if RETRIEVALS.find(kind) is None and METHODS.find(kind) is not None:
+    raise InputError(
+      f"{kind} evicts tokens, and here is the place of a method that retrieves "
+      f"keys, such as quest; kvjax.get_method makes {kind}."
+    )
   made: Retrieval = make_named(name.strip(), RETRIEVALS)
   return made
 
@@ -211,7 +221,13 @@ def get_plan(
     >>> plan.method.anchor
     'mean_unit'
   """
-  _check_name(name)
+  _check_name(
+    name,
+    "get_plan",
+    "keydiff",
+    "; give a method to kvjax.Plan(method, budget), and that plan to "
+    "kvjax.models.Chat(lm, text, plan) for a chat",
+  )
   amount: Budget | PerLayer | Calibrated | Threshold = as_budget(budget)
   name = name.strip()
   first, slash, kept_name = name.partition("/")
@@ -269,13 +285,14 @@ def get_plan(
   )
 
 
-def _check_name(name: Any) -> None:
+def _check_name(
+  name: Any, function: str, example: str, advice: str = ""
+) -> None:
   """Checks the type, for callers without a static type checker."""
   if not isinstance(name, str):
     raise InputError(
-      f"kvjax.get_plan takes a name such as 'keydiff', not {name!r:.80}; give "
-      "a method to kvjax.Plan(method, budget), and that plan to "
-      "kvjax.models.Chat(lm, text, plan) for a chat."
+      f"kvjax.{function} takes a name such as {example!r}, not {name!r:.80}"
+      f"{advice}."
     )
 
 

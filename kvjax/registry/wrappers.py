@@ -99,8 +99,9 @@ def wrap(text: str, inner: Recipe, label: str) -> Recipe:
   if not wrapper.spreads:
     if inner.allocation is not None:
       raise InputError(
-        f"{name}/ changes what a method keeps, before its budget is spread; "
-        f"write it behind pyramid/ and ada/, directly before a method's name."
+        f"{name}/ changes what a method keeps, before its budget is spread, "
+        f"and {label} spreads it; write it behind pyramid/ and ada/, directly "
+        "before a method that does not."
       )
     wrapped: Method = with_options(
       name, wrapper.outer(method), options, nested=False

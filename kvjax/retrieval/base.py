@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree, Shaped
 
 from kvjax.heads import Head
 from kvjax.kernels.select import largest, mask_to_slots, slots_to_mask
-from kvjax.options.bounds import check_choices, check_layers, check_least
+from kvjax.options.bounds import check_layers, check_least, check_options
 from kvjax.options.budgets import Budget
 from kvjax.struct import static, struct
 
@@ -255,7 +255,7 @@ class Retrieval(abc.ABC):
   offload: bool = False
 
   def __post_init__(self) -> None:
-    check_choices(self)
+    check_options(self)
     check_least(self, sinks=0, local=0, keys=0)
     check_layers(self, "dense_layers")
 

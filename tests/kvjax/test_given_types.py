@@ -69,6 +69,34 @@ REFUSED = {
     lambda: KeyL2Norm(skip_layers=(0.5,)),
     "skip_layers are numbers of layers, .* 0.5 is not one",
   ),
+  "half_a_token_of_a_window": (
+    lambda: kvjax.methods.SnapKV(window=2.5),
+    "window must be a whole number of 32 bits; 2.5 is not",
+  ),
+  "a_seed_of_64_bits": (
+    lambda: kvjax.methods.Random(seed=2**40),
+    "seed must be a whole number of 32 bits; 1099511627776 is not",
+  ),
+  "a_text_for_a_page": (
+    lambda: type(QUEST)(page="16"),
+    "page must be a whole number of 32 bits; '16' is not",
+  ),
+  "a_text_for_a_share": (
+    lambda: kvjax.methods.KeyDiff(recent_frac="0.5"),
+    "recent_frac must be a number; '0.5' is not",
+  ),
+  "a_text_for_an_option_that_is_true": (
+    lambda: kvjax.methods.H2O(normalize="false"),
+    "normalize must be True or False; 'false' is not",
+  ),
+  "a_name_for_a_method": (
+    lambda: kvjax.methods.Chunked("keydiff", 3),
+    "Chunked uses a kvjax.methods.Method, .*; 'keydiff' is not one",
+  ),
+  "no_method_to_use": (
+    lambda: kvjax.methods.Think(None),
+    "Think uses a kvjax.methods.Method, .*; None is not one",
+  ),
   "an_array_without_dimensions_for_layers": (
     lambda: KeyL2Norm(skip_layers=np.array(1)),
     r"skip_layers is a list of layers, as in \(0, 1\), not array\(1\)",
@@ -84,6 +112,18 @@ REFUSED = {
   "no_caches": (
     lambda: kvjax.generate(MODEL, PARAMS, [], PROMPTS, kvjax.Decoding(2)),
     "nothing to continue; give at least one cache",
+  ),
+  "more_room_than_32_bits_count": (
+    lambda: kvjax.reserve(CACHE, 2**31),
+    "tokens to reserve must be below 2147483648; 2147483648 is not",
+  ),
+  "evictions_further_apart_than_32_bits_count": (
+    lambda: kvjax.Schedule(every=2**31),
+    "every must be below 2147483648; 2147483648 is not",
+  ),
+  "a_window_of_a_threshold_beyond_32_bits": (
+    lambda: kvjax.Threshold(0.5, window=2**70),
+    "window of a threshold must be below 2147483648; 11805916207174113034",
   ),
   "half_a_token_of_room": (
     lambda: kvjax.reserve(CACHE, 2.5),
@@ -113,6 +153,78 @@ REFUSED = {
     lambda: kvjax.PerLayer(None),
     "budget per layer is a list of budgets, .* not None",
   ),
+  "a_text_for_budgets": (
+    lambda: kvjax.PerLayer("0.5"),
+    "budget per layer is a list of budgets, .* not '0.5'",
+  ),
+  "a_text_for_true": (
+    lambda: kvjax.get_plan("keydiff", 0.5, per_query_head="false"),
+    "per_query_head of a plan is True or False; 'false' is neither",
+  ),
+  "no_prompts_at_all": (
+    lambda: kvjax.Prompts.of(None),
+    r"rows of token ids, as in \[\[5, 7\], \[9\]\]; None is no row",
+  ),
+  "a_text_for_a_padding": (
+    lambda: kvjax.Prompts.of([[1]], padded="8"),
+    "padded must be a whole number, 0 or more; '8' is not",
+  ),
+  "one_mask_for_all_rows": (
+    lambda: kvjax.Prompts.of([[1, 2]], protected=[True, False]),
+    r"as many values as each row has tokens, \[2\]",
+  ),
+  "no_mask": (
+    lambda: kvjax.Prompts.of([[1, 2]], protected=5),
+    r"as many values as each row has tokens, \[2\]",
+  ),
+  "a_mask_of_words": (
+    lambda: kvjax.Prompts.of([[1, 2]], protected=[["yes", "no"]]),
+    r"protected is true or false for every token; \[\['yes', 'no'\]\]",
+  ),
+  "a_text_for_a_request": (
+    lambda: kvjax.Prompts.of([[1, 2]], repeat_request="Repeat it."),
+    "prompt is a kvjax.RepeatRequest, .*; 'Repeat it.' is not",
+  ),
+  "a_text_for_tokens_of_a_request": (
+    lambda: kvjax.RepeatRequest(first="Repeat it."),
+    r"first of a request .* as in \(11, 12\), not 'Repeat it.'",
+  ),
+  "a_token_for_tokens_of_a_request": (
+    lambda: kvjax.RepeatRequest(suffix=7),
+    r"suffix of a request .* as in \(11, 12\), not 7",
+  ),
+  "a_token_of_a_request_that_no_model_embeds": (
+    lambda: kvjax.RepeatRequest(later=[3, -5]),
+    r"later of a request .* as in \(11, 12\), not \[3, -5\]",
+  ),
+  "a_token_of_a_request_that_this_model_does_not_embed": (
+    lambda: kvjax.prefill(
+      MODEL,
+      PARAMS,
+      kvjax.Prompts.of(
+        [[1, 2]], repeat_request=kvjax.RepeatRequest(later=(64,))
+      ),
+      kvjax.get_plan("kvzip", 0.5),
+    ),
+    "There is no token 64: this model embeds 64",
+  ),
+  "a_text_for_a_row": (lambda: PROMPTS.row("0"), "no row '0' of prompts"),
+  "fewer_copies_than_none": (
+    lambda: PROMPTS.repeat(-1),
+    "number of copies must be a whole number, 1 or more; -1 is not",
+  ),
+  "a_layer_beyond_the_last": (
+    lambda: CACHE.layer(2),
+    "There is no layer 2 of this cache; the layers are 0 to 1",
+  ),
+  "less_than_no_width": (
+    lambda: kvjax.decoding_nbytes(MODEL, CACHE, -1, DRAWN),
+    "width must be a whole number, 0 or more; -1 is not",
+  ),
+  "a_number_for_decoding": (
+    lambda: kvjax.decoding_nbytes(MODEL, CACHE, 0, 3),
+    r"kvjax.Decoding\(max_new_tokens=64\); 3 is not one",
+  ),
   "a_share_above_1_in_a_name": (
     lambda: kvjax.get_plan("ctkvr/keydiff@1.5", kvjax.Tokens(8)),
     "at most 1; 1.5 is not",
@@ -128,6 +240,26 @@ REFUSED = {
   "a_retrieval_with_a_budget_where_one_evicts": (
     lambda: kvjax.get_plan("pyramid/quest@0.5", kvjax.Tokens(8)),
     "quest retrieves keys, .* evicts them, as in ctkvr/keydiff@0.5",
+  ),
+  "a_method_for_its_name": (
+    lambda: kvjax.get_method(QUEST),
+    "get_method takes a name such as 'keydiff', not Quest",
+  ),
+  "no_name_of_a_retrieval": (
+    lambda: kvjax.get_retrieval(None),
+    "get_retrieval takes a name such as 'quest', not None",
+  ),
+  "what_evicts_where_one_retrieves": (
+    lambda: kvjax.get_retrieval("snapkv.kvpress:window=3"),
+    "snapkv.kvpress evicts tokens, .* retrieves keys, such as quest",
+  ),
+  "nothing_twice_before_a_method": (
+    lambda: kvjax.get_method("//keydiff"),
+    "There is no '' to put before a method; there are pyramid, ",
+  ),
+  "what_is_unknown_twice_before_a_method": (
+    lambda: kvjax.get_method("adda/adda/keydiff"),
+    r"There is no 'adda' to put before a method \(did you mean ada\?",
   ),
   "a_sign_of_budgets_in_a_path": (
     lambda: kvjax.get_plan("ada/qfilters:filters=a@b/c.f", kvjax.Tokens(8)),
@@ -170,6 +302,35 @@ def test_the_hottest_temperature_draws_without_a_warning():
     for token in sample(masked, inputs, zeros, zeros + place)
   }
   assert drawn == {0, 1}
+
+
+@pytest.mark.usefixtures("untyped")
+@pytest.mark.parametrize("array", [np.asarray, jnp.asarray], ids=["np", "jnp"])
+def test_numbers_of_arrays_are_hashable_options(array):
+  drawn = kvjax.Sampling(1.0, top_k=array(5))
+  given = kvjax.Decoding(array(3), sampling=drawn)
+  same = kvjax.Decoding(3, sampling=kvjax.Sampling(1.0, top_k=5))
+  assert (hash(given), given) == (hash(same), same)
+
+
+@pytest.mark.usefixtures("untyped")
+def test_requests_of_lists_are_those_of_tuples():
+  request = kvjax.RepeatRequest(first=[1, 2], suffix=np.array([7]))
+  assert request == kvjax.RepeatRequest(first=(1, 2), suffix=(7,))
+  assert hash(request) == hash(kvjax.RepeatRequest(first=(1, 2), suffix=(7,)))
+
+
+@pytest.mark.usefixtures("untyped")
+def test_the_widest_block_does_not_hide_a_prompt_that_is_too_long():
+  """A block and what is kept are more than 32 bits count."""
+  plan = kvjax.get_plan(
+    "streaming:rerotate=true",
+    kvjax.Tokens(5),
+    schedule=kvjax.Schedule(block=2**31 - 1),
+  )
+  prompts = kvjax.Prompts.of([[1] * 5000])
+  with pytest.raises(InputError, match=r"has 5000 tokens; .* context is"):
+    kvjax.prefill(MODEL, PARAMS, prompts, plan)
 
 
 @pytest.mark.usefixtures("untyped")

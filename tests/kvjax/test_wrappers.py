@@ -81,6 +81,7 @@ def test_an_option_of_two_parts_is_the_methods():
     ("chunked:window=3/snapkv", "'chunked' has no option 'window'"),
     ("chunked:length=0/keydiff", "length must be 1 or more"),
     ("rerotate/ada/keydiff", "write it behind pyramid/ and ada/"),
+    ("think/adakv.kvpress", "and adakv.kvpress spreads it; write it behind"),
     ("ada/ada.kvpress/keydiff", "ada stands 2 times"),
     ("ada/pyramid/keydiff", "its layers have their shares"),
     ("ada.kvpress/adakv", "unequal shares already"),
@@ -347,7 +348,7 @@ def test_methods_that_cannot_follow_each_other_are_explained(options, said):
 
 def test_a_plan_that_does_not_decode_cannot_follow():
   later = kvjax.get_plan("keydiff", kvjax.Tokens(8))
-  with pytest.raises(InputError, match="its schedule is"):
+  with pytest.raises(InputError, match="its schedule must be"):
     kvjax.get_plan("snapkv", kvjax.Tokens(8), decoding=later)
 
 
