@@ -132,8 +132,9 @@ def check_options(method: Any) -> None:
       it.
   """
   made: type = type(method)
+  hints = _hints(made)
   for name in (field.name for field in dataclasses.fields(method)):
-    kind, value = _hints(made)[name], getattr(method, name)
+    kind, value = hints.get(name), getattr(method, name)
     if kind is int:
       object.__setattr__(method, name, _whole(name, value))
     elif kind is float:
@@ -181,4 +182,7 @@ def _choices(method: type) -> Mapping[str, tuple[str, ...]]:
 
 @functools.cache
 def _hints(method: type) -> Mapping[str, Any]:
-  return get_type_hints(method)
+  try:
+    return get_type_hints(method)
+  except NameError:  # Of a name that only type checkers import.
+    return {}

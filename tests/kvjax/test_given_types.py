@@ -1,5 +1,7 @@
 """Values of a wrong type or size: refused in one sentence, or harmless."""
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -341,3 +343,12 @@ def test_room_is_counted_in_whole_numbers_of_any_kind():
 
 def test_logits_of_the_model_are_taken():
   assert continued(DRAWN, jnp.zeros((2, 64))).tokens.shape == (2, 2)
+
+
+def test_an_annotation_may_be_known_to_type_checkers_only():
+  @dataclasses.dataclass(frozen=True)
+  class Own(kvjax.methods.KeyDiff):
+    table: "OnlyForTypeCheckers | None" = None  # noqa: F821
+    share: float = 0.5
+
+  assert Own(table=3, share=0.25).table == 3
