@@ -27,6 +27,7 @@ import tiny_llama  # noqa: E402
 from decoding_prompts import (  # noqa: E402
   INTERVAL,
   LENGTHS,
+  REMOVED,
   SMOLLM2,
   STEPS,
   TARGET,
@@ -50,6 +51,13 @@ COUNTERPARTS = {
   "ordered_streaming": "streaming.kvpress",
   "ordered_lagkv": _LAGKV,
   "ordered_lagkv_cross": f"{_LAGKV}:cross_scoring=true",
+  "snapkv_then_keydiff": "keydiff.kvpress",
+  "keydiff_then_tova": "tova.kvpress",
+}
+# What compresses the prompt, of each PrefillDecodingPress.
+BEFORE = {
+  "snapkv_then_keydiff": f"snapkv.kvpress:{_SNAPKV}",
+  "keydiff_then_tova": "keydiff.kvpress",
 }
 # Where kvpress's order of kept tokens matters from the second compression on.
 UNORDERED = ("snapkv", "streaming", "lagkv", "lagkv_cross")
@@ -119,6 +127,9 @@ def test_schedules_keep_what_kvpress_keeps(
     COUNTERPARTS[press], kvjax.Tokens(TARGET), schedule=schedule
   )
   plan = kvjax.get_plan("full", kvjax.Retention(1.0), decoding=later)
+  if press in BEFORE:
+    share = kvjax.Retention(1 - REMOVED)
+    plan = kvjax.get_plan(BEFORE[press], share, decoding=later)
   raw = press.removeprefix("ordered_")
   # Rows where a tie fell otherwise: what is evicted later saw another cache.
   tied = set()
@@ -127,6 +138,10 @@ def test_schedules_keep_what_kvpress_keeps(
       cache, logits = kvjax.prefill(
         lm.model, lm.params, kvjax.Prompts.of(rows), plan
       )
+      for row, length in enumerate(lengths if press in BEFORE else ()):
+        case = f"{press}/{length}/0"
+        ours = kept_positions(cache, row)
+        assert_same(ours, stored[case].tolist(), rows[row], case)
       after = kvjax.generate(
         lm.model,
         lm.params,
