@@ -93,10 +93,7 @@ ORDERED = {
 }
 MENDED = {"ordered_mended_snapkv": snapkv}
 # What compresses the prompt, and what then evicts.
-PAIRS = {
-  "snapkv_then_keydiff": (snapkv, PRESSES["keydiff"]),
-  "keydiff_then_tova": (kvpress.KeyDiffPress, PRESSES["tova"]),
-}
+PAIRS = {"snapkv_then_keydiff": (snapkv, PRESSES["keydiff"])}
 
 
 class Followed:

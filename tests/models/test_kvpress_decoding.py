@@ -52,13 +52,9 @@ COUNTERPARTS = {
   "ordered_lagkv": _LAGKV,
   "ordered_lagkv_cross": f"{_LAGKV}:cross_scoring=true",
   "snapkv_then_keydiff": "keydiff.kvpress",
-  "keydiff_then_tova": "tova.kvpress",
 }
 # What compresses the prompt, of each PrefillDecodingPress.
-BEFORE = {
-  "snapkv_then_keydiff": f"snapkv.kvpress:{_SNAPKV}",
-  "keydiff_then_tova": "keydiff.kvpress",
-}
+BEFORE = {"snapkv_then_keydiff": f"snapkv.kvpress:{_SNAPKV}"}
 # Where kvpress's order of kept tokens matters from the second compression on.
 UNORDERED = ("snapkv", "streaming", "lagkv", "lagkv_cross")
 # What ties after 90 tokens: norms of equal tokens, and ranks.
