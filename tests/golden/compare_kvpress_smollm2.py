@@ -3,8 +3,9 @@
   python tests/golden/compare_kvpress_smollm2.py
 
 computes with kvjax what make_kvpress_smollm2.py has stored in kvpress_smollm2/
-and writes the table of docs/kvpress.md. tests/models/test_kvpress_smollm2.py
-asserts the same.
+and writes the table of docs/kvpress.md. Names of presses may follow; the other
+rows then stay as they are. tests/models/test_kvpress_smollm2.py asserts the
+same.
 """
 
 import pathlib
@@ -176,58 +177,81 @@ def row_of(lm: Pretrained, judge: Judge, case: str, ours: Compressed) -> Row:
   return Row(case, layers - len(found), layers, found, means, same, answers)
 
 
-def compared(lm: Pretrained) -> list[Row]:
-  """Compares all presses on all prompts."""
-  chosen, judge = [goldens.FULL, *goldens.cases()], Judge(lm)
+def compared(lm: Pretrained, names: Sequence[str] = ()) -> list[Row]:
+  """Compares presses on all prompts.
+
+  Args:
+    lm: the model.
+    names: of presses; if none are given, all of them and the full cache.
+  """
+  chosen = goldens.cases(names) if names else every_case()
+  judge = Judge(lm)
   with goldens.sketches_of_kvpress():
     ours = compress(lm, chosen, range(len(goldens.samples())))
     return [row_of(lm, judge, case, ours) for case in chosen]
 
 
-def table(rows: Sequence[Row]) -> str:
-  """The table of the page."""
-  lines = []
-  for row in rows:
-    name = row.case.rsplit("_", 1)[0]
-    press = (
-      "none"
-      if row.case == goldens.FULL
-      else f"`{goldens.COUNTERPARTS[name].press}`"
-    )
-    method = (
-      "full" if row.case == goldens.FULL else goldens.COUNTERPARTS[name].method
-    )
-    kept = f"{row.equal} of {row.layers}" if row.layers else "–"
-    scores = [
-      f"{100 * theirs:.0f} / {100 * ours:.0f}"
-      for theirs, ours in row.scores.values()
-    ]
-    cells = [
-      press,
-      f"`{method}`",
-      f"{goldens.percent_of(row.case) / 100:g}",
-      kept,
-      *scores,
-      f"{row.same_answers} of {row.answers}",
-    ]
-    lines.append(f"| {' | '.join(cells)} |")
+def every_case() -> list[str]:
+  """The rows of the table, in their order."""
+  return [goldens.FULL, *goldens.cases()]
+
+
+def table(rows: Sequence[Row], before: str) -> str:
+  """The table of the page.
+
+  Args:
+    rows: those that were compared.
+    before: the table that has the others.
+  """
   head = (
     "| press | kvjax | ratio | kept sets equal "
     f"| {' | '.join(rows[0].scores)} | answers equal |"
   )
   rule = "| :-- | :-- | --: | --: | --: | --: | --: |"
+  new = {row.case: _line(row) for row in rows}
+  lines = [new.get(case) or _stored(case, before) for case in every_case()]
   return "\n".join([head, rule, *lines])
 
 
+def _start(case: str) -> str:
+  """The first cells of a row."""
+  press, method = "none", "full"
+  if case != goldens.FULL:
+    counterpart = goldens.COUNTERPARTS[case.rsplit("_", 1)[0]]
+    press, method = f"`{counterpart.press}`", counterpart.method
+  return f"| {press} | `{method}` | {goldens.percent_of(case) / 100:g} |"
+
+
+def _stored(case: str, before: str) -> str:
+  """A row as the page has it."""
+  (line,) = (x for x in before.splitlines() if x.startswith(_start(case)))
+  return line
+
+
+def _line(row: Row) -> str:
+  """A row of the table."""
+  scores = [
+    f"{100 * theirs:.0f} / {100 * ours:.0f}"
+    for theirs, ours in row.scores.values()
+  ]
+  cells = [
+    f"{row.equal} of {row.layers}" if row.layers else "–",
+    *scores,
+    f"{row.same_answers} of {row.answers}",
+  ]
+  return f"{_start(row.case)} {' | '.join(cells)} |"
+
+
 def main() -> None:
-  rows = compared(load(goldens.MODEL))
+  rows = compared(load(goldens.MODEL), sys.argv[1:])
   for row in rows:
     for difference in row.differences:
       print(row.case, difference)
   text = PAGE.read_text(encoding="utf-8")
-  page = page_parts.replace(text, "table", f"{table(rows)}\n")
+  written = table(rows, text)
+  page = page_parts.replace(text, "table", f"{written}\n")
   PAGE.write_text(page, encoding="utf-8")
-  print(table(rows))
+  print(written)
 
 
 if __name__ == "__main__":

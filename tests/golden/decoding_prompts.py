@@ -13,6 +13,9 @@ INTERVAL, TARGET, STEPS = 16, 61, 48
 # The first is the target, so that every compression is from 77 tokens: the
 # ranks of LagKV's eight partitions then fill the budget without ties.
 LENGTHS = (61, 90)
+# What PrefillDecodingPress removes of a prompt, as a share. Every compression
+# while decoding then still removes tokens.
+REMOVED = 0.2
 # Answers begin prompts of so many more tokens.
 _ANSWER = 1000
 # Where prose begins in the contexts of kvpress_smollm2/.

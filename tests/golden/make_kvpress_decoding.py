@@ -11,7 +11,8 @@ in `~/.cache/kvjax/models`. The other checkpoints and their prompts are those of
 tiny_llama.py.
 
   <checkpoint>.npz  for prompts of n tokens and every compression
-                    <press>/<n>/<step>, the positions kept, int16 [L, K, m]
+                    <press>/<n>/<step>, the positions kept, int16 [L, K, m];
+                    a press that compresses the prompt does so at step 0
   versions.json     what made it all
 
 The tokens of the answers are given, as decoding_prompts.py has them: those that
@@ -21,9 +22,11 @@ kvpress leaves the kept tokens in the order of their scores, so that neighbors,
 partitions and the first tokens are others at the next compression. With
 `ordered_` before the name of a press, they are put in the order of their
 positions. With `mended_`, queries are rotated to their own positions:
-DecodingPress has the rotary embedding of the last position alone.
+DecodingPress has the rotary embedding of the last position alone. Those with
+`_then_` in their names are a PrefillDecodingPress.
 """
 
+import functools
 import importlib.metadata
 import json
 import pathlib
@@ -42,6 +45,7 @@ import tiny_llama  # noqa: E402
 from decoding_prompts import (  # noqa: E402
   INTERVAL,
   LENGTHS,
+  REMOVED,
   SMOLLM2,
   TARGET,
   answer_to,
@@ -67,8 +71,8 @@ class OwnPositions:
     )
 
 
-def snapkv():
-  return kvpress.SnapKVPress(window_size=12, kernel_size=3)
+def snapkv(removed=0.0):
+  return kvpress.SnapKVPress(removed, window_size=12, kernel_size=3)
 
 
 # By name, makers of presses.
@@ -88,19 +92,22 @@ ORDERED = {
   for name in ("snapkv", "streaming", "lagkv", "lagkv_cross")
 }
 MENDED = {"ordered_mended_snapkv": snapkv}
+# What compresses the prompt, and what then evicts.
+PAIRS = {"snapkv_then_keydiff": (snapkv, PRESSES["keydiff"])}
 
 
 class Followed:
-  """Follows the positions of the tokens of a cache through a press."""
+  """Follows the positions of the tokens of a cache through presses."""
 
-  def __init__(self, press, *, ordered):
-    self.compress, press.compress = press.compress, self.followed
+  def __init__(self, *presses, ordered):
+    for press in presses:
+      press.compress = functools.partial(self.followed, press.compress)
     self.ordered = ordered
     # By layer, those that are kept after each compression, as they lie.
     self.kept, self.seen = {}, 0
 
-  def followed(self, module, hidden, keys, values, attentions, kwargs):
-    parts = self.compress(module, hidden, keys, values, attentions, kwargs)
+  def followed(self, compress, module, hidden, keys, *others):
+    parts = compress(module, hidden, keys, *others)
     count, length = keys.shape[1:3]
     history = self.kept.setdefault(module.layer_idx, [])
     before = history[-1] if history else np.zeros((count, 0), int)
@@ -121,11 +128,17 @@ class Followed:
 
 def decoded(model, name, press_name, length):
   """The positions after every compression, [L, K, m] each."""
-  inner = {**PRESSES, **ORDERED, **MENDED}[press_name]()
+  before, later = PAIRS.get(press_name, (None, None))
+  inner = (later or {**PRESSES, **ORDERED, **MENDED}[press_name])()
   press = kvpress.DecodingPress(
     inner, compression_interval=INTERVAL, target_size=TARGET
   )
-  followed = Followed(press, ordered=press_name.startswith("ordered_"))
+  presses = [press]
+  if before is not None:
+    presses = [before(REMOVED), press]
+    press = kvpress.PrefillDecodingPress(*presses)
+  followed = Followed(*presses, ordered=press_name.startswith("ordered_"))
+  followed.seen = length
   mended = None
   if press_name in MENDED:
     mended = OwnPositions(inner, model.model.rotary_emb)
@@ -167,14 +180,15 @@ def main() -> None:
   OUTPUT.mkdir()
   for name in (*tiny_llama.SHAPES, SMOLLM2):
     model, arrays = loaded(name, file), {}
-    for press in (*PRESSES, *ORDERED, *MENDED):
+    for press in (*PRESSES, *ORDERED, *MENDED, *PAIRS):
       # After 90 tokens ranks tie, or norms of equal tokens, and torch chooses.
       ties = press.endswith(("lagkv", "knorm"))
       for length in LENGTHS[:1] if ties else LENGTHS:
         kept = decoded(model, name, press, length)
         case = f"{press}/{length}"
-        for number, positions in enumerate(kept):
-          step = INTERVAL * (number + 1)
+        first = 0 if press in PAIRS else 1
+        for number, positions in enumerate(kept, first):
+          step = INTERVAL * number
           arrays[f"{case}/{step}"] = positions.astype(np.int16)
     np.savez_compressed(OUTPUT / f"{name}.npz", **arrays)
   versions = {

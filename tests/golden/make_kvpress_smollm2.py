@@ -25,12 +25,15 @@ kvpress's pipeline.
   sketches.npz       the sketch [K, D, k] that kvpress would have drawn, here
                      the same in all layers
   versions.json      what made the presses of the last run
+  kvzap_linear/, kvzap_mlp/  gates that smollm2_gates.py describes
 
 What a press does follows the attention of a layer, so one forward pass serves
 many: each press gets the layer's keys and values in a cache of its own, through
-its own hook. KVzipPress gets those of all layers, and replays the context. For
-the first prompt every press also runs as users run it, and must keep the same.
-Presses that turn keys run again without that, for the tokens that they keep.
+its own hook. KVzipPress gets those of all layers, and replays the context;
+FastKVzipPress chooses when it has scored all layers. PrefillDecodingPress also
+evicts while its answers are decoded. For the first prompt every press also runs
+as users run it, and must keep the same. Presses that turn keys run again
+without that, for the tokens that they keep.
 Everything runs with scaled-dot-product attention, but for
 ObservedAttentionPress, which takes the model's own attention weights.
 transformers masks a block of tokens in all layers alike, which fails after
@@ -43,6 +46,7 @@ chunks: kvpress lets the padding of a shorter one into its scores. For the same
 reason the chunks of NonCausalAttnPress have 259 tokens here.
 """
 
+import contextlib
 import importlib.metadata
 import json
 import pathlib
@@ -86,6 +90,8 @@ class Pass:
     hooks = []
     for press in presses.values():
       press.post_init_from_model(model)
+      if isinstance(press, kvpress.FastKVzipPress):
+        press.score_val = [None] * len(model.model.layers)
     for layer in model.model.layers:
       layer.self_attn.rotary_emb = model.model.rotary_emb
       hook = layer.self_attn.register_forward_hook(self.hook, with_kwargs=True)
@@ -96,6 +102,9 @@ class Pass:
     for case, press in presses.items():
       if isinstance(press, kvpress.KVzipPress):
         self.masked[case] = self.replay(press, self.caches[case])
+      if isinstance(press, kvpress.FastKVzipPress):
+        press.compress_post(model)
+        self.masked[case] = masked(model)
 
   def replay(self, press, cache):
     """The tokens that KVzipPress hides after a prefill of this cache."""
@@ -147,11 +156,19 @@ class Pass:
       decode=lambda ids, **options: found.extend(ids.tolist())
     )
     pipeline = types.SimpleNamespace(model=self.model, tokenizer=tokenizer)
-    kvpress.KVPressTextGenerationPipeline.generate_answer(
-      pipeline, question, cache, length, MOST_TOKENS
-    )
+    with self.evicting(case):
+      kvpress.KVPressTextGenerationPipeline.generate_answer(
+        pipeline, question, cache, length, MOST_TOKENS
+      )
     end = self.model.generation_config.eos_token_id
     return found[:-1] if found[-1] == end else found
+
+  def evicting(self, case):
+    """A press is active in an answer only if it evicts while decoding."""
+    press = self.presses.get(case)
+    if isinstance(press, kvpress.PrefillDecodingPress):
+      return press(self.model)
+    return contextlib.nullcontext()
 
 
 def masked(model):

@@ -16,6 +16,7 @@ from unittest import mock
 import jax.numpy as jnp
 import numpy as np
 import safetensors.numpy
+import smollm2_gates as gates
 
 import kvjax
 from kvjax.methods.rerotated import Rerotated
@@ -31,18 +32,22 @@ class Counterpart(NamedTuple):
 
   Attributes:
     press: as kvpress writes it, with the options that are not its defaults.
-    method: as `kvjax.get_plan` reads it. STATISTICS and PATTERN stand for files
-      and RATIO for the share that is removed.
+    method: as `kvjax.get_plan` reads it. STATISTICS, PATTERN, LINEAR, MLP and
+      GATES stand for files and RATIO for the share that is removed.
     budget: the share that is not removed, the number of tokens that the press
-      keeps, everything, or a threshold in place of a share.
+      keeps, everything, a threshold in place of a share, or a score.
     by_layer: what a layer of the upper half keeps less than one of the lower
       half, as a share.
+    decoding: what then keeps as many tokens while decoding.
   """
 
   press: str
   method: str
-  budget: Literal["share", "tokens", "everything", "threshold"] = "share"
+  budget: Literal["share", "tokens", "everything", "threshold", "score"] = (
+    "share"
+  )
   by_layer: float = 0.0
+  decoding: str = ""
 
 
 COUNTERPARTS = {
@@ -126,6 +131,19 @@ COUNTERPARTS = {
   "think": Counterpart(
     "ThinKPress", "think:share=RATIO/full", budget="everything"
   ),
+  "kvzap_linear": Counterpart(
+    'KVzapPress, model_type="linear"', "kvzap.kvpress:gate=LINEAR"
+  ),
+  "kvzap": Counterpart("KVzapPress", "kvzap.kvpress:gate=MLP"),
+  "dms": Counterpart(
+    "DMSPress(KVzapPress)", "kvzap.kvpress:gate=MLP", budget="score"
+  ),
+  "fast_kvzip": Counterpart("FastKVzipPress", "fast_kvzip.kvpress:gate=GATES"),
+  "prefill_decoding": Counterpart(
+    "PrefillDecodingPress(SnapKVPress, DecodingPress(KeyDiffPress))",
+    "snapkv.kvpress",
+    decoding="keydiff.kvpress",
+  ),
 }
 
 
@@ -180,10 +198,15 @@ def plan_of(case: str) -> kvjax.Plan:
   name = counterpart.method.replace("RATIO", str(ratio))
   name = name.replace("STATISTICS", str(_files() / "statistics.safetensors"))
   name = name.replace("PATTERN", str(_files() / "full_attention_heads.tsv"))
+  name = name.replace("LINEAR", str(gates.KVZAP["linear"]))
+  name = name.replace("MLP", str(gates.KVZAP["mlp"]))
+  name = name.replace("GATES", str(_files() / "fast_kvzip.pt"))
   if counterpart.budget == "everything":
     return kvjax.get_plan(name, kvjax.Retention(1.0))
   if counterpart.budget == "threshold":
     return kvjax.get_plan(name, kvjax.Threshold(1 - ratio, window=1))
+  if counterpart.budget == "score":
+    return kvjax.get_plan(name, kvjax.Threshold(gates.THRESHOLDS[ratio]))
   if counterpart.budget == "tokens":
     kept = their_kept(stored_prompts()[0])[case][0]
     count = int(kept.sum()) // len(kept)
@@ -195,7 +218,15 @@ def plan_of(case: str) -> kvjax.Plan:
     layers = len(statistics()["q_filters"])
     budgets = [lower] * (layers // 2) + [upper] * (layers // 2)
     return kvjax.get_plan(name, kvjax.PerLayer(budgets))
-  return kvjax.get_plan(name, kvjax.Retention(1 - ratio))
+  share = kvjax.Retention(1 - ratio)
+  if counterpart.decoding:
+    count = share.num_kept(len(samples()[0]["context"]))
+    every = kvjax.Schedule(every=1)
+    later = kvjax.get_plan(
+      counterpart.decoding, kvjax.Tokens(count), schedule=every
+    )
+    return kvjax.get_plan(name, share, decoding=later)
+  return kvjax.get_plan(name, share)
 
 
 def in_place(plan: kvjax.Plan) -> kvjax.Plan:
@@ -234,6 +265,7 @@ def _files() -> pathlib.Path:
     stored["full_attention_heads"],
     delimiter="\t",
   )
+  (folder / "fast_kvzip.pt").write_bytes(gates.fast_kvzip_file())
   return folder
 
 

@@ -28,6 +28,8 @@ from kvjax.methods import (
   Think,
   WholeChunks,
 )
+from kvjax.methods.gated import GatedMethod
+from kvjax.methods.kvzip import Level
 from kvjax.models.pretrained import Pretrained
 
 # Scores that differ by less, relative to their size, are equal but for the
@@ -78,6 +80,9 @@ class Judge:
     differs = ours != goldens.their_kept(prompt)[case]
     layers = list(map(int, np.flatnonzero(differs.any(axis=(1, 2)))))
     plan = goldens.in_place(goldens.plan_of(case))
+    if isinstance(plan.method, GatedMethod):
+      yield from self._of_gates(plan, prompt, differs)
+      return
     if layers and plan.spread.whole_model:
       # The heads of all layers compete.
       gap = _gap(self._replayed(plan, prompt)[differs], 0.0)
@@ -103,6 +108,30 @@ class Judge:
       gap = max(_gap(scores[groups == n], least) for n in np.unique(groups))
       rounding = rounding_of(plan, activations)
       yield Difference(layer, len(scores), gap, rounding)
+
+  def _of_gates(
+    self, plan: kvjax.Plan, prompt: int, differs: np.ndarray
+  ) -> Iterator[Difference]:
+    """Yields the layers that differ by the scores of gates."""
+    layers = list(map(int, np.flatnonzero(differs.any(axis=(1, 2)))))
+    if not layers:
+      return
+    scores = self._predicted(plan.method, prompt)
+    for layer in layers:
+      own = scores[layer][differs[layer]]
+      if isinstance(plan.budget, kvjax.Threshold):
+        gap = _gap(np.append(own, plan.budget.least), 0.0)
+      else:
+        gap = _gap_of_level(plan.method.level, scores, differs, layer)
+      yield Difference(layer, len(own), gap, TIE)
+
+  def _predicted(self, method: GatedMethod, prompt: int) -> np.ndarray:
+    """What gates predict for all layers, [L, K, n]."""
+    found = [
+      method.scores(jnp.int32(layer), LayerCache.of(each), each)[0]
+      for layer, each in enumerate(self._activations(prompt))
+    ]
+    return np.stack(found)
 
   def _activations(self, prompt: int) -> Sequence[Any]:
     """What the attention of each layer sees of a context."""
@@ -138,6 +167,25 @@ class Judge:
 def _gap(scores: np.ndarray, least: float) -> float:
   """How far apart scores are, relative to the largest or to `least`."""
   return float(np.ptp(scores) / max(least, np.abs(scores).max()))
+
+
+def _gap_of_level(
+  level: Level, scores: np.ndarray, differs: np.ndarray, layer: int
+) -> float:
+  """How far apart the scores are by which heads compete.
+
+  Args:
+    level: heads that share a budget.
+    scores: those of all layers, [L, K, n].
+    differs: tokens that only one of both keeps, bool [L, K, n].
+    layer: number of the layer, in which tokens differ.
+  """
+  if level == "model":
+    return _gap(scores[differs], 0.0)
+  if level == "layer":
+    return _gap(scores[layer][differs[layer]], 0.0)
+  heads = zip(scores[layer], differs[layer], strict=True)
+  return max(_gap(own[there], 0.0) for own, there in heads if there.any())
 
 
 def _gap_of_counts(

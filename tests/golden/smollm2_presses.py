@@ -5,18 +5,27 @@ which is its last two chunks, but for `chunkkv_default`. FinchPress takes the
 last 32 tokens of the context for the question, and reads no delimiter.
 QFilterPress, ExpectedAttentionStatsPress and DuoAttentionPress read
 statistics.npz; the covariances have its variances on their diagonals, and 0
-elsewhere.
+elsewhere. KVzapPress and FastKVzipPress have the gates of smollm2_gates.py.
+PrefillDecodingPress evicts as many tokens as come, after the question and after
+every token of the answer.
 """
 
 import contextlib
 import pathlib
+import sys
 from unittest import mock
 
 import kvpress
 import numpy as np
 import torch
+from kvpress.presses import fastkvzip_press, kvzap_press
 
-STORED = pathlib.Path(__file__).parent / "kvpress_smollm2"
+HERE = pathlib.Path(__file__).parent
+sys.path.append(str(HERE))
+import smollm2_gates as gates  # noqa: E402
+
+STORED = HERE / "kvpress_smollm2"
+LENGTH = 1036
 SKETCH_DIM = 48
 HEADS, DIM = 3, 64
 QUESTION = 32
@@ -61,8 +70,48 @@ def q_filters(compression_ratio: float):
   return press
 
 
+def kvzap(compression_ratio: float, kind: str = "mlp"):
+  press = kvpress.KVzapPress(compression_ratio, model_type=kind)
+  load = kvzap_press.KVzapModel.from_pretrained
+  press.kvzap_model = load(gates.KVZAP[kind])
+  # It would load those of the model's name.
+  press.post_init_from_model = lambda model: None
+  return press
+
+
+def dms(compression_ratio: float):
+  threshold = gates.THRESHOLDS[compression_ratio]
+  return kvpress.DMSPress(kvzap(0.0), threshold=threshold)
+
+
+def fast_kvzip(compression_ratio: float):
+  press = kvpress.FastKVzipPress(compression_ratio)
+  press.gates = []
+  for layer, weights in enumerate(gates.fast_kvzip_layers()):
+    heads, _, group = weights["b"].shape
+    gate = fastkvzip_press.FastKVzipGate(
+      layer, gates.WIDTH, heads, group, torch.float32
+    )
+    gate.load_state_dict(
+      {name: torch.from_numpy(array) for name, array in weights.items()}
+    )
+    press.gates.append(gate)
+  return press
+
+
+def prefill_decoding(compression_ratio: float):
+  decoding = kvpress.DecodingPress(
+    kvpress.KeyDiffPress(),
+    compression_interval=1,
+    target_size=round((1 - compression_ratio) * LENGTH),
+  )
+  prefilling = kvpress.SnapKVPress(compression_ratio)
+  return kvpress.PrefillDecodingPress(prefilling, decoding)
+
+
 # By name, from the share removed to the press; of SimLayerKVPress it is the
-# threshold, and of ThinKPress the share of channels.
+# threshold, of DMSPress it stands for one, and of ThinKPress it is the share of
+# channels.
 PRESSES = {
   "knorm": kvpress.KnormPress,
   "keydiff": kvpress.KeyDiffPress,
@@ -108,6 +157,11 @@ PRESSES = {
   "kvgrad": kvpress.KVgradPress,
   "simlayer": lambda c: kvpress.SimLayerKVPress(c, n_recent=RECENT),
   "think": kvpress.ThinKPress,
+  "kvzap_linear": lambda c: kvzap(c, "linear"),
+  "kvzap": kvzap,
+  "dms": dms,
+  "fast_kvzip": fast_kvzip,
+  "prefill_decoding": prefill_decoding,
 }
 EAGER = ("observed",)
 # These turn keys, by which kept tokens are found: the same without that.

@@ -27,6 +27,7 @@ import tiny_llama  # noqa: E402
 from decoding_prompts import (  # noqa: E402
   INTERVAL,
   LENGTHS,
+  REMOVED,
   SMOLLM2,
   STEPS,
   TARGET,
@@ -50,7 +51,10 @@ COUNTERPARTS = {
   "ordered_streaming": "streaming.kvpress",
   "ordered_lagkv": _LAGKV,
   "ordered_lagkv_cross": f"{_LAGKV}:cross_scoring=true",
+  "snapkv_then_keydiff": "keydiff.kvpress",
 }
+# What compresses the prompt, of each PrefillDecodingPress.
+BEFORE = {"snapkv_then_keydiff": f"snapkv.kvpress:{_SNAPKV}"}
 # Where kvpress's order of kept tokens matters from the second compression on.
 UNORDERED = ("snapkv", "streaming", "lagkv", "lagkv_cross")
 # What ties after 90 tokens: norms of equal tokens, and ranks.
@@ -119,6 +123,9 @@ def test_schedules_keep_what_kvpress_keeps(
     COUNTERPARTS[press], kvjax.Tokens(TARGET), schedule=schedule
   )
   plan = kvjax.get_plan("full", kvjax.Retention(1.0), decoding=later)
+  if press in BEFORE:
+    share = kvjax.Retention(1 - REMOVED)
+    plan = kvjax.get_plan(BEFORE[press], share, decoding=later)
   raw = press.removeprefix("ordered_")
   # Rows where a tie fell otherwise: what is evicted later saw another cache.
   tied = set()
@@ -127,6 +134,10 @@ def test_schedules_keep_what_kvpress_keeps(
       cache, logits = kvjax.prefill(
         lm.model, lm.params, kvjax.Prompts.of(rows), plan
       )
+      for row, length in enumerate(lengths if press in BEFORE else ()):
+        case = f"{press}/{length}/0"
+        ours = kept_positions(cache, row)
+        assert_same(ours, stored[case].tolist(), rows[row], case)
       after = kvjax.generate(
         lm.model,
         lm.params,
