@@ -61,7 +61,9 @@ for module in (
 flags.set_default(needle_inputs.SAMPLES, 2)
 flags.set_default(needle_inputs.TASKS, ["niah_single_2", "niah_multikey_1"])
 
-_OUTPUT = flags.DEFINE_string("output", "results/demo", "Output folder.")
+_OUTPUT = flags.DEFINE_string(
+  "output", "results/demo", "Output folder, or an address as gs://bucket/demo."
+)
 _TEXT = flags.DEFINE_string("text", None, "Text file to ask about.")
 _QUESTION = flags.DEFINE_string("question", None, "Question about --text.")
 

@@ -51,7 +51,9 @@ for module in (
   flags.adopt_module_key_flags(module)
 
 _OUTPUT = flags.DEFINE_string(
-  "output", "results", "Parent folder of the run folders."
+  "output",
+  "results",
+  "Parent folder of the run folders, or an address as gs://bucket/results.",
 )
 
 
