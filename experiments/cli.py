@@ -1,14 +1,11 @@
 """Starts programs and reports user errors."""
 
-import contextlib
 import itertools
 import os
 import re
 import signal
 import sys
-import threading
 import traceback
-import types
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn
@@ -18,7 +15,7 @@ from absl import app, flags, logging
 
 from kvjax import addresses, files, user_cache
 from kvjax.errors import InputError, InputWarning
-from kvjax.experiments import exits, help_pages
+from kvjax.experiments import exits, help_pages, interrupts
 from kvjax.experiments.inputs import plugin_inputs
 from kvjax.experiments.run import (
   kernel_failures,
@@ -28,10 +25,6 @@ from kvjax.experiments.run import (
 )
 from kvjax.registry.naming import suggest
 
-_AGAIN_SECONDS = 0.02
-_GRACE_SECONDS = 1.0
-# The same for work that is saved first; launchers give notice of 30 or more.
-_SAVING_SECONDS = 25.0
 _CACHE_BYTES = 2**31
 # Of numbers, and of texts in messages.
 _LARGEST = 2**31 - 1
@@ -100,7 +93,7 @@ def run_on_arguments(
 
   def guarded(argv: Sequence[str]) -> None:
     try:
-      with _interruptible(), sending.sending():
+      with interrupts.interruptible(), sending.sending():
         _check_names()
         _check_values(argv[1:], sends)
         _fetch_inputs()
@@ -138,93 +131,6 @@ def run_on_arguments(
 
   with exits.quiet_when_unread():
     app.run(guarded, flags_parser=_parse)
-
-
-@contextlib.contextmanager
-def _interruptible() -> Iterator[None]:
-  """Lets SIGTERM raise an interrupt, as SIGINT does, and neither get lost.
-
-  Schedulers of batch systems send SIGTERM before they kill. Python drops what
-  is raised while it collects garbage, where JAX has a callback, so that an
-  interrupt there would only be reported. It is repeated a moment later.
-  """
-  # Only the main thread can say what signals do.
-  if threading.current_thread() is not threading.main_thread():
-    yield
-    return
-  report = sys.unraisablehook
-
-  def repeat(dropped: "sys.UnraisableHookArgs") -> None:
-    if issubclass(dropped.exc_type, KeyboardInterrupt):
-      signal.signal(signal.SIGALRM, _raising(dropped.exc_type))
-      signal.setitimer(signal.ITIMER_REAL, _AGAIN_SECONDS)
-    else:
-      report(dropped)
-
-  numbers = (signal.SIGTERM, signal.SIGALRM)
-  handler = _raising(exits.Preempted)
-  before = [(number, signal.signal(number, handler)) for number in numbers]
-  sys.unraisablehook = repeat
-  try:
-    with _at_once():
-      yield
-  finally:
-    signal.setitimer(signal.ITIMER_REAL, 0)
-    sys.unraisablehook = report
-    for number, earlier in before:
-      signal.signal(number, earlier)
-
-
-def _raising(
-  interrupt: type[KeyboardInterrupt],
-) -> Callable[[int, types.FrameType | None], None]:
-  """Returns a handler of signals that raises an interrupt."""
-
-  def handle(number: int, frame: types.FrameType | None) -> None:
-    raise interrupt
-
-  return handle
-
-
-@contextlib.contextmanager
-def _at_once() -> Iterator[None]:
-  """Ends the process if a signal is not acted on within a second.
-
-  SIGTERM waits longer for programs that save their work first.
-
-  Python's handlers wait for the main thread, which may be compiling. The number
-  of a signal is written to a pipe in any case, where another thread reads it.
-  All files are written so that a process may end at any time.
-  """
-  reader, writer = os.pipe()
-  os.set_blocking(writer, False)
-  acted = threading.Event()
-
-  def watch() -> None:
-    with os.fdopen(reader, "rb", buffering=0) as pipe:
-      while number := pipe.read(1):
-        if number[0] in (signal.SIGINT, signal.SIGTERM):
-          break
-      saves = number == bytes([signal.SIGTERM]) and exits.POSTPONED.is_set()
-      seconds = _SAVING_SECONDS if saves else _GRACE_SECONDS
-      if number and not acted.wait(seconds):
-        # A progress bar may have hidden the cursor, and is in mid-line.
-        shown = "\x1b[?25h\n" if sys.stderr.isatty() else ""
-        os.write(sys.stderr.fileno(), f"{shown}Stopped.\n".encode())
-        sending.send_at_once(_SAVING_SECONDS)
-        preempted = number[0] == signal.SIGTERM
-        os._exit(exits.PREEMPTED if preempted else exits.INTERRUPTED)
-
-  before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-  watcher = threading.Thread(target=watch, daemon=True)
-  watcher.start()
-  try:
-    yield
-  finally:
-    acted.set()
-    signal.set_wakeup_fd(before)
-    os.close(writer)
-    watcher.join()
 
 
 def _check_names() -> None:

@@ -99,9 +99,8 @@ _OUTPUT = flags.DEFINE_string(
 )
 
 _DOES_NOT_FIT = 1
-# Programs that a plan compiles: for the batch, and for two and four times as
-# many rows.
-_COMPILED = 6
+# Programs that a plan compiles for a batch.
+_COMPILED = 2
 
 
 def main() -> None:
@@ -158,7 +157,9 @@ def _plan(use: Use) -> None:
     )
   _prepare()
   chip = slice_.load(rows, use.model.kv_heads, tokens)
-  with progress_bar(_COMPILED) as advance:
+  # For the batch, and for larger ones; see `_largest`.
+  count = 3 if use.rows == chip.rows else 2
+  with progress_bar(count * _COMPILED) as advance:
     try:
       planned = compiling.compile_use(use, chip, advance)
     except compiling.TooLargeError as error:

@@ -112,9 +112,6 @@ class Copy:
       raise type(error)(
         f"{str(error).removesuffix('.')}; what it lacks is in {self.kept}."
       ) from error
-    except BaseException:
-      print(f"What {self.address} lacks is in {self.kept}.", file=sys.stderr)
-      raise
     shutil.rmtree(self.folder.parent, ignore_errors=True)
 
   def named(self, text: str) -> str:

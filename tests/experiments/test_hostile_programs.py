@@ -82,9 +82,10 @@ def program(monkeypatch):
     ("--model=", "--model is empty; give it a value, or leave it out."),
     ("--seed=2147483648", "--seed is 2147483648; the largest number is 21474"),
     (f"--seed={'9' * 4000}", "9; the largest number is 2147483647."),
+    ("--output=gs://bucket/runs", "gs://bucket/runs is an address; give a"),
     ("--model=memory://bucket/none", "is nothing at memory://bucket/none."),
   ],
-  ids=range(6),
+  ids=range(7),
 )
 def test_values_that_no_flag_can_have(program, capsys, value, said):
   with pytest.raises(SystemExit) as stopped:

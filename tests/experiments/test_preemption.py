@@ -22,7 +22,7 @@ PARTS = Prompts.of([[5, 6, 7]] * 5, training.QUERIES)
 RECIPE = Recipe(2, ("q",), 4, 1e-2, 2, 0)
 PROGRAM = """
 import sys, time
-from kvjax.experiments import cli, exits
+from kvjax.experiments import cli, exits, interrupts
 from kvjax.experiments.run.preemption import Preemption
 
 def main():
@@ -31,7 +31,7 @@ def main():
     if "saved" in sys.argv:
       preempted.saved()
     if "stuck" in sys.argv:
-      cli._SAVING_SECONDS = 0.5
+      interrupts.SAVING_SECONDS = 0.5
     print("ready", flush=True)
     while not preempted._came:
       time.sleep(0.02)

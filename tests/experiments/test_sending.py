@@ -216,6 +216,76 @@ def test_a_program_that_ends_early_sends_what_it_has(store, error, monkeypatch):
   assert contents(store) == {"a": "own"}
 
 
+@pytest.mark.parametrize("times", [1, 2])
+def test_an_interrupt_of_the_last_send_has_it_done_again(
+  store, monkeypatch, capfd, tmp_path, times
+):
+  """A second one ends it, with a word on what is not sent."""
+  real = MemoryFileSystem.put_file
+  calls = []
+
+  def put_file(self, *arguments, **options):
+    calls.append(arguments)
+    if len(calls) <= times:
+      raise KeyboardInterrupt
+    return real(self, *arguments, **options)
+
+  monkeypatch.setattr(MemoryFileSystem, "put_file", put_file)
+  monkeypatch.setattr(sending, "_BETWEEN", 3600.0)
+  with pytest.raises(KeyboardInterrupt):
+    run()
+  said = capfd.readouterr().err
+  if times == 1:
+    assert (contents(store), said) == ({"a": "own"}, "")
+    return
+  assert contents(store) == {}
+  parent = kept(tmp_path).parent
+  assert said == f"What {RUNS} lacks is in {parent}, as runs.\n"
+
+
+def test_another_thread_sends_for_a_main_one_that_hangs(
+  store, monkeypatch, tmp_path
+):
+  monkeypatch.setattr(sending, "_BETWEEN", 3600.0)
+  outputs.write_text(outputs.run_folder(RUNS) / "a", "own")
+  assert contents(store) == {}
+  sending.send_at_once(60.0)
+  assert contents(store) == {"a": "own"}
+  assert list(tmp_path.glob("kvjax-*")) == []
+
+
+def test_another_thread_says_what_it_cannot_send_in_time(
+  store, monkeypatch, capfd
+):
+  waits = threading.Event()
+  monkeypatch.setattr(
+    MemoryFileSystem, "put_file", lambda *given, **options: waits.wait(60)
+  )
+  monkeypatch.setattr(sending, "_BETWEEN", 3600.0)
+  folder = outputs.run_folder(RUNS)
+  outputs.write_text(folder / "a", "own")
+  sending.send_at_once(0.1)
+  waits.set()
+  said = f"What {RUNS} lacks is in {folder.parent}, as runs.\n"
+  assert capfd.readouterr().err == said
+
+
+def test_hosts_wait_for_the_last_send(store, monkeypatch):
+  """Those that end would wait for the first one a few minutes only."""
+  met = []
+  monkeypatch.setattr(
+    sending.multihost, "gather", lambda given: met.append(contents(store))
+  )
+  run()
+  assert met == [{"a": "own"}]
+
+
+def test_no_hosts_wait_where_nothing_is_sent(monkeypatch):
+  monkeypatch.setattr(sending.multihost, "gather", pytest.fail)
+  with sending.sending():
+    pass
+
+
 def test_messages_name_the_address(store, capsys):
   folder = outputs.run_folder(RUNS + "/")
   say(f"all in {folder / 'run'}")

@@ -6,7 +6,7 @@ import pytest
 from flax import nnx
 from numpy.testing import assert_allclose
 
-from kvjax.cache.sharding import parse_mesh
+from kvjax.cache.sharding import parse_mesh, split_mesh
 from kvjax.kernels.compiled.collectives import collectives
 from kvjax.kernels.compiled.hlo import Module
 from kvjax.models import experts
@@ -42,6 +42,20 @@ def inputs(length):
 
 def slope(call):
   return jax.grad(lambda *given: jnp.sum(jnp.sin(call(*given))), (0, 1))
+
+
+@pytest.mark.parametrize("length", [8, 1])
+def test_devices_in_groups_compute_as_one(mlp, monkeypatch, length):
+  """Their KV heads are shared by two, and the experts by all four."""
+  call, state = mlp
+  x = inputs(length)[:1]
+  expected = call(state, x)
+  monkeypatch.setattr(experts, "target_platform", lambda: "tpu")
+  with jax.set_mesh(split_mesh(parse_mesh("model:4"), kv_heads=2)):
+    found = jax.jit(call)(state, x)
+  assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+  parts = {shard.data.shape[1] for shard in found.addressable_shards}
+  assert parts == {2 if length == 8 else 1}
 
 
 @pytest.mark.parametrize(
