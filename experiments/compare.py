@@ -62,7 +62,7 @@ flags.set_default(needle_inputs.SAMPLES, 2)
 flags.set_default(needle_inputs.TASKS, ["niah_single_2", "niah_multikey_1"])
 
 _OUTPUT = flags.DEFINE_string(
-  "output", "results/demo", "Output folder, or an address as gs://bucket/demo."
+  "output", "results/demo", "Output folder, or its address."
 )
 _TEXT = flags.DEFINE_string("text", None, "Text file to ask about.")
 _QUESTION = flags.DEFINE_string("question", None, "Question about --text.")

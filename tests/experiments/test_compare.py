@@ -289,7 +289,7 @@ def test_help_lists_the_flags_and_succeeds(run_binary):
   assert max(map(len, lines)) <= 80
   own, methods = lines.index("Flags:"), lines.index("Methods and budgets:")
   assert own < lines.index(
-    "  --output=TEXT: Output folder, or an address as gs://bucket/demo. Default:"
+    "  --output=TEXT: Output folder, or its address. Default: results/demo."
   )
   assert any(line.startswith("  --methods=A,B: ") for line in lines[methods:])
   assert any("lagkv:lag=32:retention_of=row," in line for line in lines)
