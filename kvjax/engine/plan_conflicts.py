@@ -115,6 +115,41 @@ def check_kv_dtype(
     )
 
 
+def check_sparse(
+  name: str, kept: str, traits: Traits, spread: Allocation, schedule: Schedule
+) -> None:
+  """Refuses to retrieve from tokens that cannot be indexed.
+
+  Args:
+    name: name of the retrieval method.
+    kept: name of what keeps the tokens.
+    traits: traits of its method.
+    spread: allocation of its budget.
+    schedule: when to evict.
+
+  Raises:
+    InputError: the tokens cannot be indexed.
+  """
+  if not schedule.is_whole_prompt:
+    raise InputError(
+      f"{name} indexes a whole prompt once; it cannot work with {schedule}."
+    )
+  if traits.replay is not None:
+    raise InputError(
+      f"{name} indexes a prompt by its queries, which {kept} does not keep "
+      "until it has replayed the prompt; give it a cache of another method."
+    )
+  if spread.ragged:
+    raise InputError(
+      f"{name} indexes heads that keep as many tokens; those of {kept} do not."
+    )
+  if traits.renumbers:
+    raise InputError(
+      f"{name} finds keys by the prompt's queries; {kept} turns the keys "
+      "afterwards."
+    )
+
+
 def check_target(name: str, traits: Traits, count: int) -> None:
   """Refuses a target while decoding that what always stays exceeds.
 

@@ -12,6 +12,7 @@ from kvjax.engine.plan_conflicts import (
   check_joined,
   check_kinds,
   check_kv_dtype,
+  check_sparse,
   check_target,
   warn_of_threshold,
 )
@@ -117,7 +118,13 @@ class Plan:
     elif not self.schedule.is_whole_prompt:
       self._check_schedule()
     if self.sparse is not None:
-      self._check_sparse(name_of(self.sparse.retrieval))
+      check_sparse(
+        name_of(self.sparse.retrieval),
+        self.name,
+        self.method.traits,
+        self.spread,
+        self.schedule,
+      )
     if self.kv_dtype is not None:
       index = None if self.sparse is None else name_of(self.sparse.retrieval)
       check_kv_dtype(self.kv_dtype, self.schedule, index)
@@ -196,6 +203,14 @@ class Plan:
   def keeps_prompts(self) -> bool:
     """Whether the budget is all of every prompt."""
     return isinstance(self.budget, Retention) and self.budget.share == 1
+
+  @property
+  def _same_for_heads(self) -> bool:
+    """Whether the heads of a layer keep the same tokens of prompts."""
+    traits = self.method.traits
+    by_position = traits.positional and not traits.stochastic
+    alike = traits.joins_heads or traits.keeps_all or by_position
+    return alike and not self.spread.ragged
 
   @property
   def pageable(self) -> bool:
@@ -312,6 +327,11 @@ class Plan:
         "it evicts the same tokens from all layers, which must have the same; "
         "let the same method, or full, keep the prompt"
       )
+    elif later.method.traits.joins_heads and not self._same_for_heads:
+      reason = (
+        "it evicts the same tokens from all heads of a layer, which must have "
+        "the same; let the same method, or full, keep the prompt"
+      )
     elif self.method.traits.renumbers != later.method.traits.renumbers:
       reason = "either both methods renumber the kept tokens or neither does"
     if reason:
@@ -374,26 +394,3 @@ class Plan:
       raise InputError(f"{self.name} cannot have a threshold: {reason}.")
     assert bounds is not None
     warn_of_threshold(self.name, bounds, threshold)
-
-  def _check_sparse(self, name: str) -> None:
-    if not self.schedule.is_whole_prompt:
-      raise InputError(
-        f"{name} indexes a whole prompt once; it cannot work with "
-        f"{self.schedule}."
-      )
-    kept = self.name
-    if self.method.traits.replay is not None:
-      raise InputError(
-        f"{name} indexes a prompt by its queries, which {kept} does not keep "
-        "until it has replayed the prompt; give it a cache of another method."
-      )
-    if self.spread.ragged:
-      raise InputError(
-        f"{name} indexes heads that keep as many tokens; those of {kept} do "
-        "not."
-      )
-    if self.method.traits.renumbers:
-      raise InputError(
-        f"{name} finds keys by the prompt's queries; {kept} turns the keys "
-        "afterwards."
-      )

@@ -36,6 +36,8 @@ class Traits:
     keeps_all: whether nothing is ever evicted.
     keeps_layers: layers that keep everything.
     reuse: number of consecutive layers that share the selection of the first.
+    joins_heads: whether the heads of a layer keep the same tokens, by scores of
+      all of them together.
     joins_layers: whether all layers keep the same tokens, which are selected
       once, by what `Method.join` makes of the scores of all layers.
     activations: those of `kvjax.activations.OPTIONAL` that scores depend on.
@@ -59,6 +61,7 @@ class Traits:
   keeps_all: bool = False
   keeps_layers: tuple[int, ...] = ()
   reuse: int = 1
+  joins_heads: bool = False
   joins_layers: bool = False
   activations: frozenset[str] = frozenset()
   replay: Replay | None = None
@@ -97,6 +100,7 @@ class Traits:
       window=0,
       protects=0,
       sinks=0,
+      joins_heads=False,
       score_range=None,
     )
 

@@ -21,13 +21,11 @@ from kvjax.options.budgets import Budget, Retention, Tokens
 from kvjax.testing import checks
 from kvjax.testing.checks import explain, require
 from kvjax.testing.engine_contract import check_blocks, check_whole_prompts
+from kvjax.testing.slots import Slots, check_slots
 from kvjax.testing.subject import Subject
 
 _BUDGETS: tuple[Budget, ...] = (Tokens(12), Retention(0.5))
 _PROTECTED = (1, 2, 7)
-
-# Slots that were kept, of each row and head.
-_Slots = list[list[list[int]]]
 
 
 def check_method(method: Method) -> None:
@@ -58,6 +56,7 @@ def check_method(method: Method) -> None:
     _check_evaluation(subject)
     _check_files(subject)
     _check_choice(subject)
+    _check_heads(subject)
     _check_memory(subject)
   _check_registered(subject)
   check_whole_prompts(subject)
@@ -225,73 +224,6 @@ def _explain_missing(subject: Subject, error: Exception) -> None:
   ) from error
 
 
-def _check_slots(
-  subject: Subject,
-  slots: Any,
-  budget: LayerBudget,
-  lengths: Sequence[int],
-  padded: int,
-) -> _Slots:
-  """Checks slots and converts them to lists.
-
-  Raises:
-    InputError: they are out of range, empty, unsorted, too many or too few.
-  """
-  slots, name = np.asarray(slots), subject.name
-  require(
-    slots.ndim == 3
-    and slots.shape[:2] == (len(lengths), checks.KV_HEADS)
-    and np.issubdtype(slots.dtype, np.integer),
-    f"{name} must select whole numbers of slots, a list for each row and KV "
-    f"head; it gives {slots.dtype} {slots.shape}.",
-  )
-  all_heads = []
-  counts, totals = np.asarray(budget.counts), np.asarray(budget.total)
-  rows = zip(slots, lengths, counts.tolist(), totals.tolist(), strict=True)
-  for row, length, count, total in rows:
-    heads = [_check_head(name, head, length, padded) for head in row]
-    where = f"of {length}"
-    subject.check_counts(heads, length, count, total, where)
-    for places in heads:
-      window = min(
-        subject.traits.protects,
-        len(places) if subject.spread.ragged else min(count, length),
-      )
-      newest = set(range(length - window, length))
-      require(
-        newest <= {*places},
-        f"The traits of {name} say that the last {subject.traits.protects} "
-        f"tokens always stay (protects); it evicts "
-        f"{sorted(newest - {*places})} {where}.",
-      )
-    all_heads.append(heads)
-  return all_heads
-
-
-def _check_head(
-  name: str, slots: Int[np.ndarray, " M"], length: int, padded: int
-) -> list[int]:
-  outside = slots[(slots < -1) | (slots >= padded)]
-  require(
-    not outside.size,
-    f"{name} selects slot {outside[:1].sum()} of a layer whose slots are 0 to "
-    f"{padded - 1}; give those, ascending, then -1 for what is not filled.",
-  )
-  filled: list[int] = slots[slots >= 0].tolist()
-  require(
-    slots[: len(filled)].tolist() == filled == sorted({*filled}),
-    f"{name} must select every slot once, in ascending order, then -1; it "
-    f"gives {slots.tolist()}.",
-  )
-  empty = [slot for slot in filled if slot >= length]
-  require(
-    not empty,
-    f"{name} selects slot {empty[:1]}, which holds no token; only slots of "
-    "cache.valid may be kept.",
-  )
-  return filled
-
-
 def _check_choice(subject: Subject) -> None:
   """Refuses selections that depend on padding or on other rows."""
   method, name = subject.method, subject.name
@@ -313,10 +245,10 @@ def _check_choice(subject: Subject) -> None:
       layer_budget: LayerBudget = layer_budget,
       lengths: Sequence[int] = subject.lengths,
       padded: int = subject.padded,
-    ) -> _Slots:
+    ) -> Slots:
       with explain(f"{name} fails to select slots"):
         slots = _choose_compiled(method, layer, activations, layer_budget)
-      return _check_slots(subject, slots, layer_budget, lengths, padded)
+      return check_slots(subject, slots, layer_budget, lengths, padded)
 
     kept = choose(one)
     require(
@@ -346,7 +278,7 @@ def _check_choice(subject: Subject) -> None:
   with explain(f"{name} fails where it is not compiled"):
     eager = _choose(method, layer, one, layer_budget)
   require(
-    _check_slots(subject, eager, layer_budget, subject.lengths, subject.padded)
+    check_slots(subject, eager, layer_budget, subject.lengths, subject.padded)
     == kept,
     f"{name} must keep the same compiled or not; it does not.",
   )
@@ -359,6 +291,43 @@ def _check_choice(subject: Subject) -> None:
     slots.shape[1] == wide.keys.shape[1],
     f"{name} must choose for every head that holds keys (per_query_head=True), "
     f"{wide.keys.shape[1]} here; it chooses for {slots.shape[1]}.",
+  )
+
+
+def _check_heads(subject: Subject) -> None:
+  """Refuses a choice for all heads together without saying so, or the reverse.
+
+  While decoding, heads may have different tokens, of another method.
+  """
+  traits, name = subject.traits, subject.name
+  if traits.whole_prompts_only or subject.spread.ragged:
+    return
+  one = subject.activations()
+  group = one.queries.shape[1] // checks.KV_HEADS
+  assert one.keys_unrotated is not None
+  other = dataclasses.replace(
+    one,
+    queries=one.queries.at[:, :group].multiply(-1.7),
+    keys=one.keys.at[:, 0].multiply(-1.3),
+    values=one.values.at[:, 0].multiply(-2.0),
+    keys_unrotated=one.keys_unrotated.at[:, 0].multiply(-1.3),
+  )
+  layer, budget = jnp.int32(subject.layer), subject.budget(_BUDGETS[1])
+  kept, later = (
+    np.asarray(_choose_compiled(subject.method, layer, each, budget))
+    for each in (one, other)
+  )
+  alike = bool((kept == kept[:, :1]).all())
+  require(
+    alike or not traits.joins_heads,
+    f"The traits of {name} say that the heads of a layer keep the same tokens "
+    "(joins_heads); they do not.",
+  )
+  together = alike and not np.array_equal(kept[:, 1:], later[:, 1:])
+  require(
+    traits.joins_heads or not together,
+    f"{name} keeps the same tokens in all heads of a layer, by what all of "
+    "them hold; its traits must say so: joins_heads=True.",
   )
 
 
