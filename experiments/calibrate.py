@@ -147,7 +147,9 @@ _HEADS = flags.DEFINE_enum(
 _TAU = flags.DEFINE_float(
   "tau", 0.95, "Share of quality to preserve on the held-out samples."
 )
-_OUTPUT = flags.DEFINE_string("output", "results/calibration", "Output folder.")
+_OUTPUT = flags.DEFINE_string(
+  "output", "results/calibration", "Output folder, or its address."
+)
 
 # The files of measurements, and what is added to the seed of their samples.
 _TRIPLES, _MORE, _HELD = "triples.jsonl", "others.jsonl", "held_out.jsonl"
@@ -163,7 +165,8 @@ def main() -> None:
   check_tau(_TAU.value)
   texts = text_inputs.texts()
   choice = generator.choose(_TASKS.value, texts)
-  folder = outputs.folder(_OUTPUT.value)
+  outputs.check_run(_OUTPUT.value, writes=not dry_run_inputs.DRY_RUN.value)
+  folder = outputs.run_folder(_OUTPUT.value)
   console = host_inputs.console()
   for note in choice.notes:
     say(note)
@@ -197,7 +200,7 @@ def main() -> None:
     "tau": _TAU.value,
     **total,
     "seconds": total["seconds"]["total"],
-    "trials": _trials(folder / writing.RECORDS),
+    "trials": _trials(writing.records_of(folder)),
     "rows": [method.row(_TAU.value) for method in fitted],
   }
   writing.write(folder, summary, fitted, console)
@@ -329,7 +332,7 @@ def _too_few(parts: int) -> str:
   )
 
 
-def _trials(records: pathlib.Path) -> str:
+def _trials(records: str) -> str:
   """The command that compares scores at the calibrated retentions.
 
   Its samples are none of those that the records were fitted to or tested with.
@@ -342,7 +345,7 @@ def _trials(records: pathlib.Path) -> str:
     "heads": _HEADS.value,
     "retention": "auto",
     "tau": f"{_TAU.value:g}",
-    "calibrations": str(records),
+    "calibrations": records,
   }
   first_seed = run_inputs.SEED.value + max(_SEEDS.values()) + 1
   return shlex.join(
@@ -391,4 +394,4 @@ def _settings(data: dict[str, str]) -> results.Settings:
 
 
 if __name__ == "__main__":
-  cli.run(main)
+  cli.run(main, sends=True)

@@ -11,10 +11,9 @@ from absl import logging
 from kvjax.experiments.calibration import fits, pictures, record_files, tables
 from kvjax.experiments.report import wording
 from kvjax.experiments.report.pictures import png
-from kvjax.experiments.run import outputs
+from kvjax.experiments.run import outputs, sending
 
-# The folder of the records.
-RECORDS = "records"
+_RECORDS = "records"
 # What is not lost if a file cannot be written.
 _KEPT = "measurements"
 
@@ -36,7 +35,7 @@ def write(
     "ratio_curves.png": pictures.ratio_curves(fitted, title),
     "retention_bars.png": pictures.retention_bars(fitted, tau, title),
   }
-  records_folder = folder / RECORDS
+  records_folder = folder / _RECORDS
   records_folder.mkdir(exist_ok=True)
   for method in fitted:
     name = record_files.file_name(method.name, method.plan.per_query_head)
@@ -49,9 +48,14 @@ def write(
   outputs.write_text(folder / "calibration.md", text, _KEPT)
   console.print(rich.text.Text(title), *tables.tables(summary), sep="\n")
   console.print(rich.text.Text(tables.circumstances(summary), style="dim"))
+  records = wording.count(len(fitted), "record")
   console.print(
-    f"{wording.count(len(fitted), 'record')} in {records_folder}; all in "
-    f"{folder}",
+    f"{records} in {records_of(folder)}; all in {sending.named(str(folder))}",
     soft_wrap=True,
   )
   console.print(f"{tables.TRIALS} {summary['trials']}", soft_wrap=True)
+
+
+def records_of(folder: pathlib.Path) -> str:
+  """Names the folder, or the address, of the records of a run."""
+  return sending.named(str(folder / _RECORDS))
