@@ -29,6 +29,7 @@ from collections.abc import Sequence
 import rich.console
 from absl import flags
 
+from kvjax import addresses
 from kvjax.errors import InputError
 from kvjax.experiments import cli
 from kvjax.experiments.inputs import dry_run_inputs, host_inputs
@@ -52,7 +53,7 @@ _MARGIN = flags.DEFINE_float(
   "margin", 5.0, "Difference of scores, in points of 100, that counts as none."
 )
 _OUTPUT = flags.DEFINE_string(
-  "output", "results/trials", "Parent folder of the trials."
+  "output", "results/trials", "Parent folder of the trials, or its address."
 )
 
 
@@ -60,39 +61,42 @@ def main(arguments: Sequence[str]) -> None:
   """Runs the trials, then compares the methods."""
   _check(arguments)
   shared = passed_on((host_inputs,))
+  at_address = addresses.is_address(_OUTPUT.value)
   # Of several hosts, the first one alone must be able to write, which the
   # trials check.
-  output = (
-    pathlib.Path(_OUTPUT.value) if shared else outputs.folder(_OUTPUT.value)
-  )
+  if not shared:
+    outputs.check_run(_OUTPUT.value, writes=not dry_run_inputs.DRY_RUN.value)
   first = _FIRST_SEED.value
-  folders = {
-    seed: output / f"seed_{seed}"
-    for seed in range(first, first + _TRIALS.value)
-  }
+  seeds = range(first, first + _TRIALS.value)
   if dry_run_inputs.DRY_RUN.value:
-    _evaluate(folders[first], first, [*arguments, *shared, "--dry_run"])
+    _evaluate(first, [*arguments, *shared, "--dry_run"])
     host_inputs.start()
     say(f"This is the first of {_TRIALS.value} trials, which cost the same.")
     return
   if not shared:
     cli.announce()
-  for seed, folder in folders.items():
-    _evaluate(folder, seed, [*arguments, *shared])
-    if not shared:
+  for seed in seeds:
+    _evaluate(seed, [*arguments, *shared])
+    if not (shared or at_address):
       # What cannot be read ends the trials early.
-      run_files.find_one(folder)
+      run_files.find_one(pathlib.Path(_OUTPUT.value, _folder(seed)))
   # The trials, which had the devices, met at this place themselves.
   host_inputs.start()
+  output = outputs.run_folder(_OUTPUT.value)
   if multihost.is_first():
-    _report(output, [run_files.find_one(each) for each in folders.values()])
+    runs = [run_files.find_one(output / _folder(seed)) for seed in seeds]
+    _report(output, runs)
 
 
-def _evaluate(
-  folder: pathlib.Path, seed: int, arguments: Sequence[str]
-) -> None:
+def _folder(seed: int) -> str:
+  """Name of the folder of a trial."""
+  return f"seed_{seed}"
+
+
+def _evaluate(seed: int, arguments: Sequence[str]) -> None:
   """Runs the trial of a seed."""
-  given = [*arguments, f"--seed={seed}", f"--output={folder}"]
+  output = f"{_OUTPUT.value.rstrip('/')}/{_folder(seed)}"
+  given = [*arguments, f"--seed={seed}", f"--output={output}"]
   children.run_or_exit("kvjax.experiments.evaluate", given)
 
 
@@ -143,4 +147,4 @@ def _report(output: pathlib.Path, runs: Sequence[run_files.Record]) -> None:
 
 
 if __name__ == "__main__":
-  cli.run_on_arguments(main)
+  cli.run_on_arguments(main, sends=True)
