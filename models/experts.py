@@ -1,12 +1,13 @@
 """Sparse MLPs: a router sends every token to a few experts.
 
-Each expert is a gated MLP. There are two programs, for equal results: a CPU
-computes every expert for all tokens and masks, other platforms sort the tokens
-by expert and multiply groups of rows (`jax.lax.ragged_dot`).
+Each expert is a gated MLP. There are three programs, for equal results. If few
+tokens decode, each token's experts are computed one by one, and no other is
+read. If there are more, a CPU computes every expert for all tokens and masks,
+and other platforms sort the tokens by expert and multiply groups of rows
+(`jax.lax.ragged_dot`), which reads all experts, too.
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -87,6 +88,31 @@ class Experts(nnx.Module):
     self.up_proj = Projections(sizes, width, sizes.width, dtype, rngs)
     self.down_proj = Projections(sizes, sizes.width, width, dtype, rngs)
 
+  def one(
+    self, expert: Int[Array, ""], x: Float[Array, "T E"]
+  ) -> Float[Array, "T E"]:
+    """Computes one expert for all tokens, in float32."""
+    gate, up = self.gate_proj.one(expert, x), self.up_proj.one(expert, x)
+    inner = GATES[self.gate](gate, up)
+    return self.down_proj.one(expert, inner).astype(jnp.float32)
+
+  def picked(
+    self,
+    x: Float[Array, "T E"],
+    experts: Int[Array, "T X"],
+    weights: Float[Array, "T X"],
+  ) -> Float[Array, "T E"]:
+    """Computes each token's experts alone, one by one."""
+    tokens, per_token = experts.shape
+    total = jnp.zeros(x.shape, jnp.float32)
+    # Unrolled: a loop would first copy all experts out of the stack of layers.
+    for token in range(tokens):
+      row = x[token][None]
+      for place in range(per_token):
+        y = self.one(experts[token, place], row)[0]
+        total = total.at[token].add(weights[token, place] * y)
+    return total.astype(x.dtype)
+
   def masked(
     self,
     x: Float[Array, "T E"],
@@ -94,15 +120,12 @@ class Experts(nnx.Module):
     weights: Float[Array, "T X"],
   ) -> Float[Array, "T E"]:
     """Computes all experts for all tokens, one expert at a time."""
-    gate = GATES[self.gate]
 
     def add(
       total: Float[Array, "T E"], expert: Int[Array, ""]
     ) -> tuple[Float[Array, "T E"], None]:
       share = jnp.sum(jnp.where(experts == expert, weights, 0.0), axis=1)
-      inner = gate(self.gate_proj.one(expert, x), self.up_proj.one(expert, x))
-      y = self.down_proj.one(expert, inner).astype(jnp.float32)
-      return total + share[:, None] * y, None
+      return total + share[:, None] * self.one(expert, x), None
 
     numbers = jnp.arange(self.sizes.count, dtype=jnp.int32)
     total, _ = jax.lax.scan(add, jnp.zeros(x.shape, jnp.float32), numbers)
@@ -161,12 +184,10 @@ class SparseMlp(nnx.Module):
 
   def __call__(self, x: Float[Array, "B S E"]) -> Float[Array, "B S E"]:
     """Transforms every token independently."""
-    if target_platform() == "cpu":
-      return self._computed(x, self.experts.masked)
     sizes = jax.sharding.get_abstract_mesh().shape
     inner = spread_over(MODEL, [self.sizes.width], without_context(sizes))
-    if axis_size(inner, sizes) == 1:
-      return self._computed(x, self.experts.grouped)
+    if target_platform() == "cpu" or axis_size(inner, sizes) == 1:
+      return self._computed(x)
     return self._summed(x, inner)
 
   def _summed(
@@ -201,7 +222,7 @@ class SparseMlp(nnx.Module):
     ) -> Float[Array, "B s E"]:
       own: SparseMlp = nnx.merge(graph, state)
       own.experts.down_proj.keep_bias(jax.lax.axis_index(inner) == 0)
-      part = own._computed(x, own.experts.grouped)
+      part = own._computed(x)
       if keeps:
         return jax.lax.psum_scatter(
           part, inner, scatter_dimension=1, tiled=True
@@ -211,14 +232,13 @@ class SparseMlp(nnx.Module):
     result: Float[Array, "B S E"] = computed(state, x)
     return result
 
-  def _computed(
-    self,
-    x: Float[Array, "B S E"],
-    compute: Callable[
-      [Float[Array, "T E"], Int[Array, "T X"], Float[Array, "T X"]],
-      Float[Array, "T E"],
-    ],
-  ) -> Float[Array, "B S E"]:
+  def _computed(self, x: Float[Array, "B S E"]) -> Float[Array, "B S E"]:
     """Routes the tokens, and computes their experts."""
-    flat = x.reshape(-1, x.shape[-1])
+    flat, experts = x.reshape(-1, x.shape[-1]), self.experts
+    if flat.shape[0] * self.sizes.per_token <= self.sizes.count:
+      compute = experts.picked
+    elif target_platform() == "cpu":
+      compute = experts.masked
+    else:
+      compute = experts.grouped
     return compute(flat, *self.route(flat)).reshape(x.shape)

@@ -1,0 +1,77 @@
+"""The programs of experts: each against loops in float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from numpy.testing import assert_allclose
+
+from kvjax.kernels.compiled.footprints import Footprint
+from kvjax.models import experts
+from kvjax.models.structure import ExpertSizes
+
+COUNT, PER_TOKEN, WIDTH, INNER = 7, 3, 12, 10
+
+
+def sparse_mlp(count, per_token, width, inner):
+  sizes = ExpertSizes(count, per_token, inner, normalized=True, bias=True)
+  mlp = experts.SparseMlp(sizes, width, "silu", jnp.float32, nnx.Rngs(0))
+  graph, state = nnx.split(mlp)
+  keys = iter(jax.random.split(jax.random.key(1), 100))
+  state = jax.tree.map(
+    lambda x: 0.3 * jax.random.normal(next(keys), x.shape), state
+  )
+  return nnx.merge(graph, state)
+
+
+def project(part, expert, row):
+  kernel, bias = (np.asarray(x[...][expert]) for x in (part.kernel, part.bias))
+  return row @ kernel.astype(np.float64) + bias
+
+
+def in_loops(mlp, x, chosen, weights):
+  """Computes the experts of every token in float64."""
+  of = mlp.experts
+  result = np.zeros(x.shape, np.float64)
+  for token, row in enumerate(np.asarray(x, np.float64)):
+    for place, expert in enumerate(np.asarray(chosen)[token]):
+      gate = project(of.gate_proj, expert, row)
+      inner = gate / (1 + np.exp(-gate)) * project(of.up_proj, expert, row)
+      y = project(of.down_proj, expert, inner)
+      result[token] += float(weights[token, place]) * y
+  return result
+
+
+@pytest.mark.parametrize("program", ["picked", "masked", "grouped"])
+@pytest.mark.parametrize("tokens", [1, 2, 9])
+def test_each_program_computes_the_experts_of_every_token(program, tokens):
+  mlp = sparse_mlp(COUNT, PER_TOKEN, WIDTH, INNER)
+  x = jax.random.normal(jax.random.key(2), (tokens, WIDTH))
+  chosen, weights = mlp.route(x)
+  found = getattr(mlp.experts, program)(x, chosen, weights)
+  expected = in_loops(mlp, x, chosen, weights)
+  assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_token_reads_no_experts_but_its_own():
+  """Two of 16; nine tokens need more, and read all."""
+  mlp = sparse_mlp(16, 2, 64, 128)
+  graph, state = nnx.split(mlp)
+  # Two layers in a loop, as in a model.
+  stacked = jax.tree.map(lambda x: jnp.stack([x, x]), state)
+  of_experts = sum(x.nbytes for x in jax.tree.leaves(stacked["experts"]))
+
+  def run(stacked, x):
+    def layer(x, state):
+      return x + nnx.merge(graph, state)(x), None
+
+    return jax.lax.scan(layer, x, stacked)[0]
+
+  def moved(tokens):
+    traced = jax.jit(run).trace(stacked, jnp.zeros((1, tokens, 64)))
+    return Footprint.of(traced.lower().compile(), traced.jaxpr).moved
+
+  # A CPU's program copies each matrix once.
+  assert moved(1) < 3.5 * of_experts * 2 / 16
+  assert moved(9) > of_experts
