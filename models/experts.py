@@ -2,12 +2,13 @@
 
 Each expert is a gated MLP. There are three programs, for equal results. If few
 tokens decode, each token's experts are computed one by one, and no other is
-read. If there are more, a CPU computes every expert for all tokens and masks,
-and other platforms sort the tokens by expert and multiply groups of rows
-(`jax.lax.ragged_dot`), which reads all experts, too.
+read. Of more tokens, TPUs sort the rows by expert and multiply groups of rows
+(`jax.lax.ragged_dot`). Others would multiply all rows by all experts: they
+compute blocks of rows of one expert, one block after another.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -21,14 +22,21 @@ from kvjax.kernels.dispatch import target_platform
 from kvjax.kernels.mesh_axes import (
   CONTEXT,
   DATA,
-  MODEL,
+  HEADS,
   Spread,
   axis_size,
   spread_over,
-  without_context,
 )
 from kvjax.models.sharding import expert_specs
 from kvjax.models.structure import GATES, ExpertSizes
+
+# About the products per byte at which an H100 waits for memory no longer.
+_WAITS = 256
+
+_Program = Callable[
+  [Float[Array, "T E"], Int[Array, "T X"], Float[Array, "T X"]],
+  Float[Array, "T E"],
+]
 
 
 class Projections(nnx.Module):
@@ -113,6 +121,48 @@ class Experts(nnx.Module):
         total = total.at[token].add(weights[token, place] * y)
     return total.astype(x.dtype)
 
+  def blocked(
+    self,
+    x: Float[Array, "T E"],
+    experts: Int[Array, "T X"],
+    weights: Float[Array, "T X"],
+  ) -> Float[Array, "T E"]:
+    """Computes each token's experts alone, in blocks of rows of one expert."""
+    count, per_token = self.sizes.count, experts.shape[1]
+    flat, shares = experts.reshape(-1), weights.reshape(-1)
+    # Up to as many rows as an expert has on average: each may have a block that
+    # is not full.
+    size = 1 << min(max((flat.size // count).bit_length() - 1, 3), 8)
+    order = jnp.argsort(flat, stable=True).astype(jnp.int32)
+    rows = jnp.bincount(flat, length=count).astype(jnp.int32)
+    blocks = -(-rows // size)
+    most = flat.size // size + count
+    ends = jnp.cumsum(blocks)
+    number = jnp.arange(most, dtype=jnp.int32)
+    expert = jnp.minimum(
+      jnp.searchsorted(ends, number, side="right"), count - 1
+    ).astype(jnp.int32)
+    # Rows of the expert before the block, and before the expert.
+    skipped = (number - (ends - blocks)[expert]) * size
+    first = (jnp.cumsum(rows) - rows)[expert] + skipped
+    left = rows[expert] - skipped
+
+    def add(
+      total: Float[Array, "T E"],
+      block: tuple[Int[Array, ""], Int[Array, ""], Int[Array, ""]],
+    ) -> tuple[Float[Array, "T E"], None]:
+      chosen, start, rest = block
+      index = jnp.arange(size, dtype=jnp.int32)
+      place = order[jnp.minimum(start + index, flat.size - 1)]
+      token = place // per_token
+      share = jnp.where(index < rest, shares[place], 0.0)
+      y = self.one(chosen, x[token])
+      return total.at[token].add(share[:, None] * y), None
+
+    zero = jnp.zeros(x.shape, jnp.float32)
+    total, _ = jax.lax.scan(add, zero, (expert, first, left))
+    return total.astype(x.dtype)
+
   def masked(
     self,
     x: Float[Array, "T E"],
@@ -184,43 +234,39 @@ class SparseMlp(nnx.Module):
 
   def __call__(self, x: Float[Array, "B S E"]) -> Float[Array, "B S E"]:
     """Transforms every token independently."""
-    sizes = jax.sharding.get_abstract_mesh().shape
-    inner = spread_over(MODEL, [self.sizes.width], without_context(sizes))
-    if target_platform() == "cpu" or axis_size(inner, sizes) == 1:
+    if jax.sharding.get_abstract_mesh().size < 2:
       return self._computed(x)
-    return self._summed(x, inner)
+    return self._spread(x)
 
-  def _summed(
-    self, x: Float[Array, "B S E"], inner: Spread
-  ) -> Float[Array, "B S E"]:
-    """Computes with each device's part of all experts, and sums over devices.
+  def _spread(self, x: Float[Array, "B S E"]) -> Float[Array, "B S E"]:
+    """Computes with each device's tokens and part of all experts, and sums.
 
     A device first sums the experts of a token. XLA would sum each expert's rows
     over devices, which are as many times more.
-
-    Args:
-      x: the inputs.
-      inner: mesh axes that have a part of the experts' inner axis each.
     """
-    mesh = jax.sharding.get_abstract_mesh()
+    sizes = jax.sharding.get_abstract_mesh().shape
     graph, state = nnx.split(self)
-    rows = spread_over(DATA, [x.shape[0]], mesh.shape)
-    tokens = spread_over(CONTEXT, [x.shape[1]], mesh.shape)
-    if axis_size(tokens, mesh.shape) == 1:
-      tokens = None
-    keeps = residual_axes(x.shape) == inner
-    given = PartitionSpec(rows, tokens)
+
+    def spread(axis: str, length: int) -> Spread:
+      names = spread_over(axis, [length], sizes)
+      return names if axis_size(names, sizes) > 1 else None
+
+    inner = spread(HEADS, self.sizes.width)
+    given = PartitionSpec(spread(DATA, x.shape[0]), spread(CONTEXT, x.shape[1]))
+    keeps = inner is not None and residual_axes(x.shape) == inner
 
     @functools.partial(
       jax.shard_map,
-      in_specs=(expert_specs(state, mesh.shape), given),
-      out_specs=PartitionSpec(rows, inner) if keeps else given,
+      in_specs=(expert_specs(state, sizes), given),
+      out_specs=PartitionSpec(given[0], inner) if keeps else given,
       check_vma=False,
     )
     def computed(
       state: nnx.State, x: Float[Array, "B S E"]
     ) -> Float[Array, "B s E"]:
       own: SparseMlp = nnx.merge(graph, state)
+      if inner is None:
+        return own._computed(x)
       own.experts.down_proj.keep_bias(jax.lax.axis_index(inner) == 0)
       part = own._computed(x)
       if keeps:
@@ -234,11 +280,18 @@ class SparseMlp(nnx.Module):
 
   def _computed(self, x: Float[Array, "B S E"]) -> Float[Array, "B S E"]:
     """Routes the tokens, and computes their experts."""
-    flat, experts = x.reshape(-1, x.shape[-1]), self.experts
-    if flat.shape[0] * self.sizes.per_token <= self.sizes.count:
-      compute = experts.picked
-    elif target_platform() == "cpu":
-      compute = experts.masked
-    else:
-      compute = experts.grouped
+    flat = x.reshape(-1, x.shape[-1])
+    compute = self._program(flat.shape[0] * self.sizes.per_token)
     return compute(flat, *self.route(flat)).reshape(x.shape)
+
+  def _program(self, rows: int) -> _Program:
+    """Chooses a program by the rows that all experts compute together."""
+    platform, experts = target_platform(), self.experts
+    # A GPU's program copies an expert before it multiplies.
+    reads = 3 if platform == "gpu" else 1
+    if reads * rows <= self.sizes.count:
+      return experts.picked
+    # As long as a GPU waits for memory, products with all experts cost nothing.
+    if platform == "tpu" or (platform == "gpu" and rows <= _WAITS):
+      return experts.grouped
+    return experts.blocked

@@ -43,19 +43,25 @@ def in_loops(mlp, x, chosen, weights):
   return result
 
 
-@pytest.mark.parametrize("program", ["picked", "masked", "grouped"])
-@pytest.mark.parametrize("tokens", [1, 2, 9])
-def test_each_program_computes_the_experts_of_every_token(program, tokens):
+@pytest.mark.parametrize("program", ["picked", "grouped", "blocked"])
+@pytest.mark.parametrize("tokens", [1, 2, 9, 150])
+@pytest.mark.parametrize("alike", [False, True], ids=["any", "alike"])
+def test_each_program_computes_the_experts_of_every_token(
+  program, tokens, alike
+):
+  """Also if all tokens are sent to the same, and most experts have none."""
   mlp = sparse_mlp(COUNT, PER_TOKEN, WIDTH, INNER)
   x = jax.random.normal(jax.random.key(2), (tokens, WIDTH))
   chosen, weights = mlp.route(x)
+  if alike:
+    chosen = jnp.broadcast_to(jnp.array([6, 0, 3])[None], chosen.shape)
   found = getattr(mlp.experts, program)(x, chosen, weights)
   expected = in_loops(mlp, x, chosen, weights)
   assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_a_token_reads_no_experts_but_its_own():
-  """Two of 16; nine tokens need more, and read all."""
+  """Two of 16; nine tokens are sent to more."""
   mlp = sparse_mlp(16, 2, 64, 128)
   graph, state = nnx.split(mlp)
   # Two layers in a loop, as in a model.
