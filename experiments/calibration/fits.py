@@ -12,6 +12,7 @@ import kvjax
 from kvjax.calibration.features import OF_SCORES
 from kvjax.calibration.fields import Preset
 from kvjax.experiments.calibration.measuring import Measurement
+from kvjax.experiments.run import intervals
 from kvjax.experiments.run.candidates import Candidate
 
 PAPER: Preset = "paper"
@@ -139,7 +140,7 @@ class Fitted:
 
   def _means(
     self, reached: Sequence[Measurement], needed: Sequence[Measurement]
-  ) -> dict[str, float]:
+  ) -> dict[str, Any]:
     """Averages contexts at the calibration's retentions and the least ones."""
     mean = statistics.fmean
     # LagKV keeps more than its retention says, so that shares are compared.
@@ -159,7 +160,27 @@ class Fitted:
       "nll_ratio": mean(m.nll_ratio for m in reached),
       "samples": len(reached),
     }
-    return {name: round(value, 4) for name, value in means.items()}
+    rounded = {name: round(value, 4) for name, value in means.items()}
+    return rounded | {"intervals": self._intervals(reached, needed)}
+
+  def _intervals(
+    self, reached: Sequence[Measurement], needed: Sequence[Measurement]
+  ) -> dict[str, list[float]]:
+    """Computes 95 % intervals of two of the means; see `run.intervals`."""
+    shares: dict[str, list[tuple[float, float]]] = {}
+    qualities: dict[str, list[float]] = {}
+    for one, least in zip(reached, needed, strict=True):
+      kept, enough = (m.kept_tokens / m.context_tokens for m in (one, least))
+      shares.setdefault(one.task, []).append((kept, enough))
+      qualities.setdefault(one.task, []).append(100 * min(self.ratio(one), 1.0))
+    low, high = intervals.of_scores(qualities)
+    found = {
+      "times": intervals.of_ratio(shares),
+      "capped": (low / 100, high / 100),
+    }
+    return {
+      name: [round(end, 4) for end in ends] for name, ends in found.items()
+    }
 
 
 def ratio(preset: Preset, measurement: Measurement) -> float:

@@ -69,15 +69,21 @@ def _overview(rows: _Rows, tau: float) -> Table:
       "retention": wording.share(held_out["retention"]),
       "kept": wording.share(held_out["kept"]),
       "needed": wording.share(held_out["needed"]),
-      "times": f"{held_out['times']:.2f}",
+      "times": _with_interval(held_out, "times", 2),
       "quality": f"{held_out['ratio']:.3f}",
-      "capped": f"{held_out['capped']:.3f}",
+      "capped": _with_interval(held_out, "capped", 3),
       "NLL ratio": f"{held_out['nll_ratio']:.3f}",
     }
     for name, text in line.items():
       columns.setdefault(name, []).append(text)
   lines = list(zip(*columns.values(), strict=True))
   return Table(f"calibrations, and others at tau {tau:g}", [*columns], lines)
+
+
+def _with_interval(means: Mapping[str, Any], name: str, digits: int) -> str:
+  """Formats a mean and its 95 % interval: `1.55 (1.37–1.80)`."""
+  ends = "–".join(f"{end:.{digits}f}" for end in means["intervals"][name])
+  return f"{means[name]:.{digits}f} ({ends})"
 
 
 def _rules(rows: _Rows) -> Table:

@@ -74,6 +74,40 @@ def difference(
   return _interval(scores, weights, _ENOUGH_PAIRS, -100.0)
 
 
+def of_scores(scores: Mapping[str, Sequence[float]]) -> tuple[float, float]:
+  """Computes the 95 % interval of the mean of all scores; see `interval`.
+
+  Args:
+    scores: scores from 0 to 100 by task, one per sample.
+  """
+  total = sum(map(len, scores.values()))
+  weights = {task: len(values) / total for task, values in scores.items()}
+  apart: dict[str, dict[str | int, list[float]]] = {
+    task: {index: [score] for index, score in enumerate(values)}
+    for task, values in scores.items()
+  }
+  return _interval(apart, weights, 2, 0.0)
+
+
+def of_ratio(
+  pairs: Mapping[str, Sequence[tuple[float, float]]],
+) -> tuple[float, float]:
+  """Computes the 95 % interval of the ratio of two means of the same samples.
+
+  It is a deterministic percentile bootstrap; each task is resampled separately.
+
+  Args:
+    pairs: both values of each sample by task; the second ones are above 0.
+  """
+  rng = np.random.default_rng(0)
+  sums = np.zeros((_RESAMPLES, 2))
+  for values in pairs.values():
+    picks = rng.integers(len(values), size=(_RESAMPLES, len(values)))
+    sums += np.array(values, np.float64)[picks].sum(axis=1)
+  low, high = np.percentile(sums[:, 0] / sums[:, 1], [2.5, 97.5])
+  return float(low), float(high)
+
+
 def count_samples(answers: Sequence[Answer]) -> int:
   """Counts the samples of all tasks; those drawn together count once."""
   scores = _by_sample((answer, 0.0) for answer in answers)

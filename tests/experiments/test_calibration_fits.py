@@ -1,6 +1,7 @@
 """Curves that are fitted to triples: records, tables and pictures of them."""
 
 import dataclasses
+import re
 
 import numpy as np
 import pytest
@@ -156,6 +157,10 @@ def test_the_summary_holds_means_by_task(fitted):
   assert held_out["times"] == pytest.approx(
     held_out["kept"] / held_out["needed"], rel=1e-3
   )
+  for name in ("times", "capped"):
+    low, high = held_out["intervals"][name]
+    assert low <= held_out[name] <= high
+    assert low < high
   assert row["tasks"]["hard"]["nll"] == pytest.approx(2.7)
   assert row["tasks"]["hard"]["samples"] == 5
   assert row["tasks"]["hard"]["needed"] > row["tasks"]["easy"]["needed"]
@@ -163,6 +168,7 @@ def test_the_summary_holds_means_by_task(fitted):
   first, by_share, rules, kept, needed, quality = tables.tables(summary)
   assert first.lines[0][0] == "keydiff"
   assert first.header[1] == "R2"
+  assert re.fullmatch(r"0\.\d\d \(0\.\d\d–0\.\d\d\)", first.lines[0][6])
   assert by_share.header == ["method", "20 %", "50 %", "80 %"]
   assert rules.header[-2:] == ["easy", "hard"]
   assert rules.lines[0][-1] == "1.00"

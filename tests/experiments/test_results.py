@@ -14,7 +14,13 @@ import kvjax
 from kvjax.errors import InputError
 from kvjax.experiments.run import runner
 from kvjax.experiments.run.candidates import candidates
-from kvjax.experiments.run.intervals import count_samples, difference, interval
+from kvjax.experiments.run.intervals import (
+  count_samples,
+  difference,
+  interval,
+  of_ratio,
+  of_scores,
+)
 from kvjax.experiments.run.prompting import QUERY_AGNOSTIC, QUERY_AWARE
 from kvjax.experiments.run.results import Results, Settings, digest
 from kvjax.experiments.run.summaries import summarize
@@ -230,6 +236,35 @@ def test_the_interval_of_a_mean_is_that_of_the_normal_for_many_samples():
   low, high = interval(scored(scores))
   assert low < scores.mean() < high
   np.testing.assert_allclose(high - low, 2 * 1.96 * scores.std() / 20, rtol=0.1)
+
+
+def test_the_interval_of_scores_is_that_of_answers_with_these_scores():
+  """If tasks have as many samples, for they then weigh the same."""
+  scores = {"a": [70.0, 90.0, 20.0, 40.0], "b": [50.0, 55.0, 60.0, 45.0]}
+  answers = [
+    answer for task in scores for answer in scored(scores[task], task=task)
+  ]
+  assert of_scores(scores) == pytest.approx(interval(answers))
+  low, high = of_scores({"a": [100.0] * 30, "b": [0.0] * 10})
+  assert low < 75 < high
+
+
+def test_the_interval_of_a_ratio_is_that_of_scipy():
+  rng = np.random.default_rng(4)
+  least = rng.uniform(0.2, 0.9, 60)
+  kept = np.minimum(1.0, least + rng.uniform(0, 0.4, 60))
+  found = of_ratio({"a": list(zip(kept, least, strict=True))})
+  expected = scipy.stats.bootstrap(
+    (kept, least),
+    lambda kept, least, axis: kept.mean(axis) / least.mean(axis),
+    paired=True,
+    method="percentile",
+    rng=np.random.default_rng(1),
+  ).confidence_interval
+  np.testing.assert_allclose(found, expected, atol=0.1 * np.ptp(expected))
+  # Tasks that differ are resampled apart, so that their difference is none.
+  apart = of_ratio({"a": [(1.0, 1.0)] * 5, "b": [(3.0, 1.0)] * 5})
+  assert apart == pytest.approx((2.0, 2.0))
 
 
 def test_what_was_drawn_together_is_resampled_together():
