@@ -155,30 +155,13 @@ class Experts(nnx.Module):
       index = jnp.arange(size, dtype=jnp.int32)
       place = order[jnp.minimum(start + index, flat.size - 1)]
       token = place // per_token
-      share = jnp.where(index < rest, shares[place], 0.0)
-      y = self.one(chosen, x[token])
-      return total.at[token].add(share[:, None] * y), None
+      y = shares[place][:, None] * self.one(chosen, x[token])
+      # The other rows are of tokens that other experts are for.
+      y = jnp.where((index < rest)[:, None], y, 0.0)
+      return total.at[token].add(y), None
 
     zero = jnp.zeros(x.shape, jnp.float32)
     total, _ = jax.lax.scan(add, zero, (expert, first, left))
-    return total.astype(x.dtype)
-
-  def masked(
-    self,
-    x: Float[Array, "T E"],
-    experts: Int[Array, "T X"],
-    weights: Float[Array, "T X"],
-  ) -> Float[Array, "T E"]:
-    """Computes all experts for all tokens, one expert at a time."""
-
-    def add(
-      total: Float[Array, "T E"], expert: Int[Array, ""]
-    ) -> tuple[Float[Array, "T E"], None]:
-      share = jnp.sum(jnp.where(experts == expert, weights, 0.0), axis=1)
-      return total + share[:, None] * self.one(expert, x), None
-
-    numbers = jnp.arange(self.sizes.count, dtype=jnp.int32)
-    total, _ = jax.lax.scan(add, jnp.zeros(x.shape, jnp.float32), numbers)
     return total.astype(x.dtype)
 
   def grouped(

@@ -43,8 +43,14 @@ def in_loops(mlp, x, chosen, weights):
   return result
 
 
-@pytest.mark.parametrize("program", ["picked", "grouped", "blocked"])
-@pytest.mark.parametrize("tokens", [1, 2, 9, 150])
+@pytest.mark.parametrize(
+  ("program", "tokens"),
+  [
+    *(("picked", count) for count in (1, 2, 9)),
+    *(("grouped", count) for count in (1, 9, 150)),
+    *(("blocked", count) for count in (1, 9, 150)),
+  ],
+)
 @pytest.mark.parametrize("alike", [False, True], ids=["any", "alike"])
 def test_each_program_computes_the_experts_of_every_token(
   program, tokens, alike
@@ -58,6 +64,18 @@ def test_each_program_computes_the_experts_of_every_token(
   found = getattr(mlp.experts, program)(x, chosen, weights)
   expected = in_loops(mlp, x, chosen, weights)
   assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_no_token_gets_what_other_experts_would_make_of_it():
+  """An expert that overflows spoils its own tokens alone."""
+  mlp = sparse_mlp(COUNT, 1, WIDTH, INNER)
+  of = mlp.experts
+  of.up_proj.kernel[...] = of.up_proj.kernel[...].at[3].set(np.inf)
+  x = jax.random.normal(jax.random.key(2), (40, WIDTH))
+  chosen = jnp.arange(40, dtype=jnp.int32)[:, None] % COUNT
+  found = of.blocked(x, chosen, jnp.ones((40, 1)))
+  spoiled = np.isnan(found).any(axis=1)
+  np.testing.assert_array_equal(spoiled, chosen[:, 0] == 3)
 
 
 def test_a_token_reads_no_experts_but_its_own():
