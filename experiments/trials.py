@@ -29,7 +29,6 @@ from collections.abc import Sequence
 import rich.console
 from absl import flags
 
-from kvjax import addresses
 from kvjax.errors import InputError
 from kvjax.experiments import cli
 from kvjax.experiments.inputs import dry_run_inputs, host_inputs
@@ -53,7 +52,7 @@ _MARGIN = flags.DEFINE_float(
   "margin", 5.0, "Difference of scores, in points of 100, that counts as none."
 )
 _OUTPUT = flags.DEFINE_string(
-  "output", "results/trials", "Parent folder of the trials, or its address."
+  "output", "results/trials", "Parent folder of the trials."
 )
 
 
@@ -61,42 +60,39 @@ def main(arguments: Sequence[str]) -> None:
   """Runs the trials, then compares the methods."""
   _check(arguments)
   shared = passed_on((host_inputs,))
-  at_address = addresses.is_address(_OUTPUT.value)
   # Of several hosts, the first one alone must be able to write, which the
   # trials check.
-  if not shared:
-    outputs.check_run(_OUTPUT.value, writes=not dry_run_inputs.DRY_RUN.value)
+  output = (
+    pathlib.Path(_OUTPUT.value) if shared else outputs.folder(_OUTPUT.value)
+  )
   first = _FIRST_SEED.value
-  seeds = range(first, first + _TRIALS.value)
+  folders = {
+    seed: output / f"seed_{seed}"
+    for seed in range(first, first + _TRIALS.value)
+  }
   if dry_run_inputs.DRY_RUN.value:
-    _evaluate(first, [*arguments, *shared, "--dry_run"])
+    _evaluate(folders[first], first, [*arguments, *shared, "--dry_run"])
     host_inputs.start()
     say(f"This is the first of {_TRIALS.value} trials, which cost the same.")
     return
   if not shared:
     cli.announce()
-  for seed in seeds:
-    _evaluate(seed, [*arguments, *shared])
-    if not (shared or at_address):
+  for seed, folder in folders.items():
+    _evaluate(folder, seed, [*arguments, *shared])
+    if not shared:
       # What cannot be read ends the trials early.
-      run_files.find_one(pathlib.Path(_OUTPUT.value, _folder(seed)))
+      run_files.find_one(folder)
   # The trials, which had the devices, met at this place themselves.
   host_inputs.start()
-  output = outputs.run_folder(_OUTPUT.value)
   if multihost.is_first():
-    runs = [run_files.find_one(output / _folder(seed)) for seed in seeds]
-    _report(output, runs)
+    _report(output, [run_files.find_one(each) for each in folders.values()])
 
 
-def _folder(seed: int) -> str:
-  """Name of the folder of a trial."""
-  return f"seed_{seed}"
-
-
-def _evaluate(seed: int, arguments: Sequence[str]) -> None:
+def _evaluate(
+  folder: pathlib.Path, seed: int, arguments: Sequence[str]
+) -> None:
   """Runs the trial of a seed."""
-  output = f"{_OUTPUT.value.rstrip('/')}/{_folder(seed)}"
-  given = [*arguments, f"--seed={seed}", f"--output={output}"]
+  given = [*arguments, f"--seed={seed}", f"--output={folder}"]
   children.run_or_exit("kvjax.experiments.evaluate", given)
 
 
@@ -147,4 +143,4 @@ def _report(output: pathlib.Path, runs: Sequence[run_files.Record]) -> None:
 
 
 if __name__ == "__main__":
-  cli.run_on_arguments(main, sends=True)
+  cli.run_on_arguments(main)

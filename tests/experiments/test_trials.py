@@ -135,34 +135,3 @@ def test_runs_with_other_flags_are_no_further_trials(
   assert "seed_3 holds 2 runs, whose settings differ" in other.stderr
   # It does not wait for all trials.
   assert len([*(output / "seed_4").iterdir()]) == 1
-
-
-@pytest.mark.slow
-def test_trials_at_an_address_are_those_of_a_folder(
-  run_binary, tiny_directory, tmp_path
-):
-  there, here = tmp_path / "there" / "trials", tmp_path / "here"
-
-  def scores(output, trials):
-    result = run_binary(
-      *("kvjax.experiments.trials", f"--trials={trials}"),
-      *(f"--output={output}", "--"),
-      *(f"--model={tiny_directory}", "--methods=streaming", "--retention=0.5"),
-      *("--benchmark=needle", "--length=128", "--samples=1"),
-    )
-    assert result.returncode == 0, result.stderr
-    assert f"\nAll in {output}\n" in result.stdout
-
-  def files(folder):
-    return {
-      str(path.relative_to(folder)): path.read_bytes()
-      for path in folder.rglob("*")
-      if path.name in ("samples.jsonl", "trials.json", "trials.md")
-    }
-
-  # The second time, two of three are there.
-  for trials in (2, 3):
-    scores(f"file://{there}", trials)
-  scores(here, 3)
-  assert len(files(here)) == 5
-  assert files(there) == files(here)
