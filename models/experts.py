@@ -2,9 +2,10 @@
 
 Each expert is a gated MLP. There are three programs, for equal results. If few
 tokens decode, each token's experts are computed one by one, and no other is
-read. Of more tokens, TPUs sort the rows by expert and multiply groups of rows
-(`jax.lax.ragged_dot`). Others would multiply all rows by all experts: they
-compute blocks of rows of one expert, one block after another.
+read. Otherwise TPUs sort the rows by expert and multiply groups of rows
+(`jax.lax.ragged_dot`), which on other platforms multiplies all rows by all
+experts. CPUs compute blocks of rows that share an expert; so do GPUs, once so
+many rows are not limited by memory bandwidth.
 """
 
 import functools
@@ -30,8 +31,9 @@ from kvjax.kernels.mesh_axes import (
 from kvjax.models.sharding import expert_specs
 from kvjax.models.structure import GATES, ExpertSizes
 
-# About the products per byte at which an H100 waits for memory no longer.
-_WAITS = 256
+# Rows above which products of all experts are limited by compute, not by memory
+# bandwidth: about the FLOPs per byte of an H100.
+_COMPUTE_BOUND = 256
 
 _Program = Callable[
   [Float[Array, "T E"], Int[Array, "T X"], Float[Array, "T X"]],
@@ -268,13 +270,11 @@ class SparseMlp(nnx.Module):
     return compute(flat, *self.route(flat)).reshape(x.shape)
 
   def _program(self, rows: int) -> _Program:
-    """Chooses a program by the rows that all experts compute together."""
+    """Chooses a program by how many rows all experts compute together."""
     platform, experts = target_platform(), self.experts
-    # A GPU's program copies an expert before it multiplies.
-    reads = 3 if platform == "gpu" else 1
+    # Tokens share experts, and XLA for GPUs copies an expert that is indexed.
+    reads = 3 if platform == "gpu" else 2
     if reads * rows <= self.sizes.count:
       return experts.picked
-    # As long as a GPU waits for memory, products with all experts cost nothing.
-    if platform == "tpu" or (platform == "gpu" and rows <= _WAITS):
-      return experts.grouped
-    return experts.blocked
+    few = platform == "gpu" and rows <= _COMPUTE_BOUND
+    return experts.grouped if platform == "tpu" or few else experts.blocked

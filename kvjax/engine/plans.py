@@ -209,8 +209,10 @@ class Plan:
     """Whether the heads of a layer keep the same tokens of prompts."""
     traits = self.method.traits
     by_position = traits.positional and not traits.stochastic
-    alike = traits.joins_heads or traits.keeps_all or by_position
-    return alike and not self.spread.ragged
+    whole = traits.keeps_all or self.keeps_prompts
+    return whole or (
+      (traits.joins_heads or by_position) and not self.spread.ragged
+    )
 
   @property
   def pageable(self) -> bool:

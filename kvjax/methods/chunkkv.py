@@ -58,6 +58,7 @@ class ChunkKV(Method):
       window=self.window,
       protects=self.window,
       reuse=self.layer_reuse,
+      joins_heads=self.scope == "layer",
     )
 
   @property

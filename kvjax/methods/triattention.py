@@ -87,6 +87,7 @@ class TriAttention(Method):
     return Traits(
       whole_prompts_only="" if self.statistics else reason,
       protects=self.recent,
+      joins_heads=self.choice == "model",
       joins_layers=self.choice != "layer_head",
       activations=frozenset({"rerotate"}),
     )

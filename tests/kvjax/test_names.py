@@ -96,8 +96,9 @@ def test_plans_that_cannot_be_combined_name_what_was_written():
     InputError, match=r"^tova cannot .* keydiff kept of the prompt: it evicts "
   ):
     kvjax.get_plan("keydiff", kvjax.Tokens(9), decoding=later)
-  for alike in ("tova", "full", "streaming"):
+  for alike in ("tova", "full", "streaming", "chunkkv"):
     kvjax.get_plan(alike, kvjax.Tokens(9), decoding=later)
+  kvjax.get_plan("keydiff", 1.0, decoding=later)
   layers = kvjax.PerLayer((kvjax.Tokens(9), kvjax.Tokens(8)))
   with pytest.raises(InputError, match=r"^pyramidkv cannot have a budget for"):
     kvjax.get_plan("pyramidkv", layers)

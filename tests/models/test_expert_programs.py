@@ -66,6 +66,37 @@ def test_each_program_computes_the_experts_of_every_token(
   assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+  ("platform", "tokens", "program"),
+  [
+    ("cpu", 4, "picked"),
+    ("cpu", 5, "blocked"),
+    ("tpu", 4, "picked"),
+    ("tpu", 5, "grouped"),
+    ("tpu", 500, "grouped"),
+    ("gpu", 2, "picked"),
+    ("gpu", 3, "grouped"),
+    ("gpu", 64, "grouped"),
+    ("gpu", 65, "blocked"),
+  ],
+)
+def test_the_program_is_chosen_by_platform_and_size(
+  monkeypatch, platform, tokens, program
+):
+  """With 32 experts, four for each token, as gpt-oss has."""
+  mlp = sparse_mlp(32, 4, WIDTH, INNER)
+  monkeypatch.setattr(experts, "target_platform", lambda: platform)
+  asked = []
+  for name in ("picked", "grouped", "blocked"):
+    monkeypatch.setattr(
+      experts.Experts,
+      name,
+      lambda self, x, *_, name=name: asked.append(name) or x,
+    )
+  mlp(jnp.zeros((1, tokens, WIDTH)))
+  assert asked == [program]
+
+
 def test_no_token_gets_what_other_experts_would_make_of_it():
   """An expert that overflows spoils its own tokens alone."""
   mlp = sparse_mlp(COUNT, 1, WIDTH, INNER)
@@ -79,7 +110,7 @@ def test_no_token_gets_what_other_experts_would_make_of_it():
 
 
 def test_a_token_reads_no_experts_but_its_own():
-  """Two of 16; nine tokens are sent to more."""
+  """Two of 16; nine tokens need more."""
   mlp = sparse_mlp(16, 2, 64, 128)
   graph, state = nnx.split(mlp)
   # Two layers in a loop, as in a model.

@@ -32,7 +32,7 @@ def mlp():
 
 @pytest.fixture
 def grouped(monkeypatch):
-  """Computes as devices other than CPUs do."""
+  """Computes as TPUs do."""
   monkeypatch.setattr(experts, "target_platform", lambda: "tpu")
 
 
@@ -63,13 +63,14 @@ def test_devices_in_groups_compute_as_one(mlp, monkeypatch, length):
   ["model:4", "data:2,model:2", "context:2,model:2", "model:3", "data:2"],
 )
 @pytest.mark.parametrize("length", [8, 7, 1])
-def test_devices_compute_as_one(mlp, monkeypatch, mesh, length):
-  """Masked on one device, which is another program: 7 tokens do not divide."""
+@pytest.mark.parametrize("platform", ["tpu", "cpu"])
+def test_devices_compute_as_one(mlp, monkeypatch, mesh, length, platform):
+  """One computes blocks of rows, as CPUs do; 7 tokens do not divide."""
   call, state = mlp
   x = inputs(length)
   expected = call(state, x)
   slopes = slope(call)(state, x)
-  monkeypatch.setattr(experts, "target_platform", lambda: "tpu")
+  monkeypatch.setattr(experts, "target_platform", lambda: platform)
   with jax.set_mesh(parse_mesh(mesh)):
     assert_allclose(jax.jit(call)(state, x), expected, rtol=1e-4, atol=1e-4)
     found = jax.jit(slope(call))(state, x)

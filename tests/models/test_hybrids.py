@@ -256,13 +256,13 @@ def test_a_mesh_changes_nothing(name, mesh):
 
 @pytest.mark.parametrize("mesh", ["data:1,model:1", "model:4"])
 @pytest.mark.parametrize("name", SPARSE)
-def test_grouped_experts_compute_what_masked_ones_do(name, mesh):
-  """The program of accelerators, by XLA and on CPUs."""
-  _, _, _, masked = prefilled(name)
+def test_grouped_experts_compute_what_blocks_of_rows_do(name, mesh):
+  """The program of TPUs, by XLA and on CPUs, and that of CPUs."""
+  _, _, _, blocked = prefilled(name)
   devices = parse_mesh(mesh)
-  with jax.set_mesh(devices), dispatch.use("xla", "gpu"):
+  with jax.set_mesh(devices), dispatch.use("xla", "tpu"):
     _, _, _, grouped = prefilled(name, mesh=devices)
-  np.testing.assert_allclose(grouped, masked, rtol=0, atol=1e-4)
+  np.testing.assert_allclose(grouped, blocked, rtol=0, atol=1e-4)
 
 
 def test_the_order_of_experts_does_not_matter(tmp_path):
