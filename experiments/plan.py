@@ -43,6 +43,7 @@ from kvjax.experiments.report import pictures
 from kvjax.experiments.run import outputs
 from kvjax.experiments.run.progress_bar import progress_bar
 from kvjax.experiments.tpu import chips
+from kvjax.experiments.tpu.chips import Chip
 from kvjax.experiments.tpu.engine_programs import Use
 from kvjax.experiments.tpu.published import SHIPPED, Published
 
@@ -159,7 +160,8 @@ def _plan(use: Use) -> None:
   chip = slice_.load(rows, use.model.kv_heads, tokens)
   # For the batch, and for larger ones; see `_largest`.
   count = 3 if use.rows == chip.rows else 2
-  with progress_bar(count * _COMPILED) as advance:
+  sparse = use.model.config(use.model.layers).experts is not None
+  with progress_bar(count * _COMPILED + int(sparse)) as advance:
     try:
       planned = compiling.compile_use(use, chip, advance)
     except compiling.TooLargeError as error:
@@ -192,12 +194,31 @@ def _largest(
 
   most = None
   with contextlib.suppress(compiling.TooLargeError):
+    beyond = _beyond(use, chip, advance)
     twice = times(2)
-    most = batches.largest(planned, twice)
+    most = batches.largest(planned, twice, beyond)
     # A prompt alone on its devices takes less than its part of several.
     if use.rows == chip.rows:
-      most = batches.largest(twice, times(4))
+      most = batches.largest(twice, times(4), beyond)
   return most
+
+
+def _beyond(
+  use: Use, chip: Chip, advance: compiling.Advance
+) -> tuple[int, compiling.Needs] | None:
+  """Compiles the decoding of a batch that reads experts together, if any does.
+
+  Raises:
+    compiling.TooLargeError: it does not fit.
+  """
+  experts = use.model.config(use.model.layers).experts
+  if experts is None:
+    return None
+  rows = chip.rows * (experts.most_alone + 1)
+  if rows <= use.rows:
+    return None
+  larger = dataclasses.replace(use, rows=rows)
+  return rows, compiling.decode_needs(larger, chip, advance)
 
 
 def _search(use: Use) -> None:

@@ -266,15 +266,18 @@ class SparseMlp(nnx.Module):
   def _computed(self, x: Float[Array, "B S E"]) -> Float[Array, "B S E"]:
     """Routes the tokens, and computes their experts."""
     flat = x.reshape(-1, x.shape[-1])
-    compute = self._program(flat.shape[0] * self.sizes.per_token)
+    compute = self._program(flat.shape[0])
     return compute(flat, *self.route(flat)).reshape(x.shape)
 
-  def _program(self, rows: int) -> _Program:
-    """Chooses a program by how many rows all experts compute together."""
-    platform, experts = target_platform(), self.experts
-    # Tokens share experts, and XLA for GPUs copies an expert that is indexed.
-    reads = 3 if platform == "gpu" else 2
-    if reads * rows <= self.sizes.count:
+  def _program(self, tokens: int) -> _Program:
+    """Chooses the program for a number of tokens."""
+    sizes, experts = self.sizes, self.experts
+    if target_platform() == "gpu":
+      rows = tokens * sizes.per_token
+      # XLA for GPUs copies an expert that is indexed.
+      if 3 * rows <= sizes.count:
+        return experts.picked
+      return experts.grouped if rows <= _COMPUTE_BOUND else experts.blocked
+    if tokens <= sizes.most_alone:
       return experts.picked
-    few = platform == "gpu" and rows <= _COMPUTE_BOUND
-    return experts.grouped if platform == "tpu" or few else experts.blocked
+    return experts.grouped if target_platform() == "tpu" else experts.blocked

@@ -121,3 +121,11 @@ class ExpertSizes:
   width: int
   normalized: bool
   bias: bool = False
+
+  @property
+  def most_alone(self) -> int:
+    """Most tokens whose experts are computed token by token, on CPUs and TPUs.
+
+    More tokens share so many experts that reading each one once is as fast.
+    """
+    return self.count // (2 * self.per_token)

@@ -3,7 +3,7 @@
 import math
 from typing import NamedTuple
 
-from kvjax.experiments.planning.compiling import Planned
+from kvjax.experiments.planning.compiling import Needs, Planned
 from kvjax.experiments.tpu.chips import Chip
 
 
@@ -48,8 +48,17 @@ class Batches(NamedTuple):
   decode: int
 
 
-def largest(small: Planned, large: Planned) -> Batches:
-  """Computes the largest batches from what two of them need."""
+def largest(
+  small: Planned, large: Planned, beyond: tuple[int, Needs] | None = None
+) -> Batches:
+  """Computes the largest batches from what two of them need.
+
+  Args:
+    small: a batch.
+    large: a larger one.
+    beyond: a number of rows above which another program decodes, and what it
+      needs for these; it is taken to need as much more for each further row.
+  """
   stored = Line.through(
     (small.use.rows, large.use.rows),
     (
@@ -57,7 +66,12 @@ def largest(small: Planned, large: Planned) -> Batches:
       large.sizes.weights + large.sizes.cache,
     ),
   )
-  return batches_of(stored, temporaries(small, large), small.chip)
+  prefill, decode = temporaries(small, large)
+  if beyond is not None:
+    rows, needs = beyond
+    fixed = needs.temporary - decode.row * rows
+    decode = decode._replace(fixed=max(fixed, decode.fixed))
+  return batches_of(stored, (prefill, decode), small.chip)
 
 
 def temporaries(small: Planned, large: Planned) -> tuple[Line, Line]:

@@ -122,6 +122,21 @@ def compile_use(use: Use, chip: Chip, advance: Advance) -> Planned:
   )
 
 
+def decode_needs(use: Use, chip: Chip, advance: Advance) -> Needs:
+  """Compiles decoding alone, of all layers.
+
+  Raises:
+    TooLargeError: it takes more memory than a device has.
+  """
+  layers = use.model.layers
+  try:
+    return _compile_kind("decode", use, chip, layers, 1, advance)
+  except jax.errors.JaxRuntimeError as error:
+    if "RESOURCE_EXHAUSTED" not in str(error):
+      raise _refusal(use, chip, error) from error
+  raise TooLargeError(f"{use.rows} rows do not fit on {chip.name}.")
+
+
 def _depths(use: Use, chip: Chip, whole: Sizes) -> list[tuple[int, ...]]:
   """Lists what to compile until it fits: all layers, or two numbers of some.
 
@@ -177,16 +192,22 @@ def _compile(
     parts: how many numbers of layers stand for the whole model.
     advance: shows progress.
   """
+  prefill = _compile_kind("prefill", use, chip, layers, parts, advance)
+  return prefill, _compile_kind("decode", use, chip, layers, parts, advance)
+
+
+def _compile_kind(
+  kind: str, use: Use, chip: Chip, layers: int, parts: int, advance: Advance
+) -> Needs:
+  """Compiles one of the two programs; see `_compile`."""
   given = _sizes(use, chip, layers)
-  found = []
-  for kind, lower in (("prefill", lower_prefill), ("decode", lower_decode)):
-    about = f"{chip.name}, {kind}, batch {use.rows}, {layers} layers"
-    advance(about, 0)
-    footprint = lower(use, layers, chip).measure()
-    jax.clear_caches()  # traced programs are large and not needed again
-    advance(about, 1 / parts)
-    found.append(_needs(footprint, given))
-  return found[0], found[1]
+  about = f"{chip.name}, {kind}, batch {use.rows}, {layers} layers"
+  advance(about, 0)
+  lower = lower_prefill if kind == "prefill" else lower_decode
+  footprint = lower(use, layers, chip).measure()
+  jax.clear_caches()  # traced programs are large and not needed again
+  advance(about, 1 / parts)
+  return _needs(footprint, given)
 
 
 def _sizes(use: Use, chip: Chip, layers: int | None = None) -> Sizes:

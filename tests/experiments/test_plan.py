@@ -205,6 +205,12 @@ def planned(rows, temporary=(400, 100), hbm=10_000, weights=2_000, **changed):
 def test_the_largest_batch_is_on_the_line_through_two():
   found = batches.largest(planned(1), planned(2))
   assert found == ((10_000 - 2_000) // 900, (10_000 - 2_000) // 600)
+  # From 3 rows on, another program needs 2,000 bytes more.
+  beyond = 3, Needs(2_300, 0, {})
+  assert batches.largest(planned(1), planned(2), beyond) == (
+    (10_000 - 2_000) // 900,
+    (10_000 - 2_000 - 2_000) // 600,
+  )
   # In multiples of the devices that share out rows.
   line = batches.Line.through((2, 4), (3_000, 4_000))
   assert line == (2_000, 500)
