@@ -55,21 +55,21 @@ def test_layers_are_read_where_they_stand_in_their_stacks(use, layers, most):
   layer = engine_programs.share_bytes(params["layers"]) / layers
   assert outcome.footprint.temporary < layer / 4
   assert outcome.footprint.results < MIB
-  assert 0.9 < outcome.footprint.moved / outcome.ideal < most
+  assert least < outcome.footprint.moved / outcome.ideal < 1.1
 
 
 @pytest.mark.libtpu
 @pytest.mark.parametrize("chip", ["v5e", "v6e"])
 @pytest.mark.parametrize(
-  ("use", "layers", "most"),
+  ("use", "layers", "least"),
   [
-    (engine_programs.HYBRIDS[0], 6, 1.1),
-    # XLA reads all experts, wherever a token is sent.
-    (engine_programs.HYBRIDS[1], 2, 8),
+    (engine_programs.HYBRIDS[0], 6, 0.9),
+    # Of so few layers, all weights but experts stay in VMEM.
+    (engine_programs.HYBRIDS[1], 2, 0.85),
   ],
   ids=["gemma", "gpt-oss"],
 )
-def test_layers_with_a_window_are_rings(chip, use, layers, most):
+def test_layers_with_a_window_are_rings(chip, use, layers, least):
   """Of 131,072 tokens they hold a window, and global layers a quarter."""
   chips.prepare_libtpu()
   eight = chips.Chip.load(chip)
@@ -90,7 +90,7 @@ def test_layers_with_a_window_are_rings(chip, use, layers, most):
   assert outcome.fault is None
   given = engine_programs.share_bytes((params, cache))
   assert given <= outcome.footprint.arguments < 1.1 * given
-  assert 0.9 < outcome.footprint.moved / outcome.ideal < most
+  assert least < outcome.footprint.moved / outcome.ideal < 1.1
 
 
 @pytest.mark.libtpu
