@@ -1,9 +1,9 @@
 """Sparse MLPs: a router sends every token to a few experts.
 
 Each expert is a gated MLP. There are three programs, for equal results. If few
-tokens decode, each token's experts are computed one by one, and no other is
-read. Otherwise TPUs sort the rows by expert and multiply groups of rows
-(`jax.lax.ragged_dot`), which on other platforms multiplies all rows by all
+tokens decode on CPUs or TPUs, each token's experts are computed one by one, and
+no other is read. Otherwise TPUs sort the rows by expert and multiply groups of
+rows (`jax.lax.ragged_dot`), which on other platforms multiplies all rows by all
 experts. CPUs compute blocks of rows that share an expert; so do GPUs, once so
 many rows are not limited by memory bandwidth.
 """
@@ -271,13 +271,11 @@ class SparseMlp(nnx.Module):
 
   def _program(self, tokens: int) -> _Program:
     """Chooses the program for a number of tokens."""
-    sizes, experts = self.sizes, self.experts
-    if target_platform() == "gpu":
-      rows = tokens * sizes.per_token
-      # XLA for GPUs copies an expert that is indexed.
-      if 3 * rows <= sizes.count:
-        return experts.picked
-      return experts.grouped if rows <= _COMPUTE_BOUND else experts.blocked
-    if tokens <= sizes.most_alone:
+    platform, experts = target_platform(), self.experts
+    # XLA for GPUs copies an expert that is indexed.
+    if platform != "gpu" and tokens <= self.sizes.most_alone:
       return experts.picked
-    return experts.grouped if target_platform() == "tpu" else experts.blocked
+    few = tokens * self.sizes.per_token <= _COMPUTE_BOUND
+    if platform == "tpu" or (platform == "gpu" and few):
+      return experts.grouped
+    return experts.blocked
