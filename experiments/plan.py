@@ -43,7 +43,6 @@ from kvjax.experiments.report import pictures
 from kvjax.experiments.run import outputs
 from kvjax.experiments.run.progress_bar import progress_bar
 from kvjax.experiments.tpu import chips
-from kvjax.experiments.tpu.chips import Chip
 from kvjax.experiments.tpu.engine_programs import Use
 from kvjax.experiments.tpu.published import SHIPPED, Published
 
@@ -194,31 +193,13 @@ def _largest(
 
   most = None
   with contextlib.suppress(compiling.TooLargeError):
-    beyond = _beyond(use, chip, advance)
+    beyond = compiling.decode_beyond(use, chip, advance)
     twice = times(2)
     most = batches.largest(planned, twice, beyond)
     # A prompt alone on its devices takes less than its part of several.
     if use.rows == chip.rows:
       most = batches.largest(twice, times(4), beyond)
   return most
-
-
-def _beyond(
-  use: Use, chip: Chip, advance: compiling.Advance
-) -> tuple[int, compiling.Needs] | None:
-  """Compiles the decoding of a batch that reads experts together, if any does.
-
-  Raises:
-    compiling.TooLargeError: it does not fit.
-  """
-  experts = use.model.config(use.model.layers).experts
-  if experts is None:
-    return None
-  rows = chip.rows * (experts.most_alone + 1)
-  if rows <= use.rows:
-    return None
-  larger = dataclasses.replace(use, rows=rows)
-  return rows, compiling.decode_needs(larger, chip, advance)
 
 
 def _search(use: Use) -> None:

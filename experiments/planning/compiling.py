@@ -122,19 +122,32 @@ def compile_use(use: Use, chip: Chip, advance: Advance) -> Planned:
   )
 
 
-def decode_needs(use: Use, chip: Chip, advance: Advance) -> Needs:
-  """Compiles decoding alone, of all layers.
+def decode_beyond(
+  use: Use, chip: Chip, advance: Advance
+) -> tuple[int, Needs] | None:
+  """Compiles the decoding of a larger batch, if another program decodes it.
+
+  Returns:
+    The least rows of which experts are not read for each token alone, and what
+    decoding them needs; None without experts, or if the batch has as many rows.
 
   Raises:
     TooLargeError: it takes more memory than a device has.
   """
   layers = use.model.layers
+  experts = use.model.config(layers).experts
+  if experts is None:
+    return None
+  rows = chip.rows * (experts.most_alone + 1)
+  if rows <= use.rows:
+    return None
+  larger = dataclasses.replace(use, rows=rows)
   try:
-    return _compile_kind("decode", use, chip, layers, 1, advance)
+    return rows, _compile_kind("decode", larger, chip, layers, 1, advance)
   except jax.errors.JaxRuntimeError as error:
     if "RESOURCE_EXHAUSTED" not in str(error):
-      raise _refusal(use, chip, error) from error
-  raise TooLargeError(f"{use.rows} rows do not fit on {chip.name}.")
+      raise _refusal(larger, chip, error) from error
+  raise TooLargeError(f"{rows} rows do not fit on {chip.name}.")
 
 
 def _depths(use: Use, chip: Chip, whole: Sizes) -> list[tuple[int, ...]]:

@@ -220,6 +220,33 @@ def test_the_largest_batch_is_on_the_line_through_two():
   assert batches.Line.through((2, 4), (4_000, 3_000)) == (4_000, 0)
 
 
+@pytest.mark.parametrize("rows", [1, 2])
+def test_decoding_is_compiled_beyond_tokens_whose_experts_are_read_alone(
+  rows, for_this_machine
+):
+  """Two tokens of a device, if three of twelve experts compute each."""
+  chip = here(rows)
+  assert compiling.decode_beyond(USE, chip, silent) is None
+  fields = dict(TINY.fields) | {
+    "model_type": "qwen3_moe",
+    "num_hidden_layers": 2,
+    "head_dim": 8,
+    "num_experts": 12,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+  }
+  sparse = dataclasses.replace(TINY, fields=fields)
+  use = dataclasses.replace(USE, model=sparse)
+  larger = dataclasses.replace(use, rows=3 * rows)
+  found = compiling.decode_beyond(use, chip, silent)
+  whole = compiling.compile_use(larger, chip, silent)
+  assert found == (3 * rows, whole.decode)
+  assert compiling.decode_beyond(larger, chip, silent) is None
+
+
 def test_a_step_takes_as_long_as_the_slowest_of_three():
   four = slices.find_slice("v5e-4")
   bound = bounds.step_bound(planned(1), four)

@@ -197,22 +197,6 @@ class Forgetful(Norm):
     return self.sign * super().scores(layer, cache, activations)
 
 
-@dataclasses.dataclass(frozen=True)
-class Together(Norm):
-  """All heads keep the same tokens."""
-
-  def scores(self, layer, cache, activations):
-    scores = super().scores(layer, cache, activations)
-    return jnp.broadcast_to(jnp.mean(scores, 1, keepdims=True), scores.shape)
-
-
-@dataclasses.dataclass(frozen=True)
-class Apart(Norm):
-  @property
-  def traits(self):
-    return Traits(joins_heads=True)
-
-
 WRONG = {
   "asks for a window it does not declare": (
     Undeclared(),
@@ -247,8 +231,6 @@ WRONG = {
     "keeps 11 tokens where a head may keep 12.*let the traits say",
   ),
   "looks at tokens": (Looking(), "positions alone .*; other tokens change"),
-  "heads together": (Together(), "must say so: joins_heads=True"),
-  "heads apart": (Apart(), r"\(joins_heads\); they do not"),
   "needs its file": (Forgetful(), "without the names of its files"),
   "not equal": (Mutable(), "equal fields must be equal"),
 }
@@ -295,14 +277,12 @@ def test_what_the_user_protects_is_watched(registry):
     check_method(Last())
 
 
-# One that remembers, one whose heads keep the same tokens, one that works on
-# whole prompts alone, and one that keeps the first layers, of which one has a
-# window.
+# One that remembers, one that works on whole prompts alone, and one that keeps
+# the first layers, of which one has a window.
 @pytest.mark.parametrize(
   "name",
   [
     "h2o",
-    "tova",
     "compactor:chunk=16",
     "compactor.vllm:first=2:last=3:chunk=16:leverage_chunk=20",
   ],
