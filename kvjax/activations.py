@@ -26,6 +26,8 @@ OPTIONAL: tuple[Optional, ...] = (
   "output_projection",
   "rerotate",
 )
+# Those without an axis of rows.
+ROWLESS = ("output_projection", "sinks")
 # Moves vectors [B, K, T, D] that were rotated at positions p to p + `by`, where
 # `by` is [B, K, T].
 Rerotate = Callable[

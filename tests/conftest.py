@@ -111,3 +111,17 @@ def untyped():
   jaxtyping.config.update("jaxtyping_disable", True)
   yield
   jaxtyping.config.update("jaxtyping_disable", before)
+
+
+@pytest.fixture
+def prompts_in_turn(monkeypatch):
+  """Prompts of 32 tokens run through layers in turn, as long ones do on TPUs."""
+  import jax
+
+  from kvjax.engine import turns
+
+  monkeypatch.setitem(turns.LONG, "cpu", 32)
+  # No program that runs them together is reused, nor one of these afterwards.
+  jax.clear_caches()
+  yield
+  jax.clear_caches()

@@ -16,6 +16,7 @@ from kvjax.calibration.features import TAIL
 from kvjax.engine.forward import attend_to_prompt, block_positions
 from kvjax.engine.likelihood import prompt_and_tail_nll
 from kvjax.engine.model_layers import index_layer, layer_stacks, run_block
+from kvjax.engine.turns import count_turns, map_turns, run_in_turn
 from kvjax.model import LayerSpec, Model
 from kvjax.prompts import Prompts
 
@@ -35,6 +36,11 @@ def embed(
 ) -> tuple[Float[Array, "B S E"], PyTree]:
   """Embeds tokens; see `Model.embed`."""
   hidden, shared = model.embed(params, tokens, positions)
+  if count_turns(hidden.shape) > 1:
+    hidden = map_turns(
+      lambda rows: shard_residual(model.embed(params, *rows)[0]),
+      (tokens, positions),
+    )
   return shard_residual(hidden), shard_tokens(shared, tokens.shape)
 
 
@@ -74,17 +80,21 @@ def forward_layer(
     # XLA drops the optional activations that are no outputs.
     return attend_to_prompt(activations), activations.only(optional)
 
-  hidden, activations = run_block(
-    model,
-    index_layer(stack, jnp.asarray(index)),
-    spec,
-    hidden,
-    shared,
-    positions,
-    attend,
-  )
-  hidden = shard_residual(hidden)
-  return hidden, activations if spec.cache else None
+
+  def run(
+    hidden: Float[Array, "R S E"], shared: PyTree, positions: Int[Array, "R S"]
+  ) -> tuple[Float[Array, "R S E"], Activations | None]:
+    # Otherwise XLA would copy the weights out of their stack before the turns.
+    here, hidden = jax.lax.optimization_barrier((jnp.asarray(index), hidden))
+    weights = index_layer(stack, here)
+    hidden, activations = run_block(
+      model, weights, spec, hidden, shared, positions, attend
+    )
+    return shard_residual(hidden), activations if spec.cache else None
+
+  if count_turns(hidden.shape) > 1:
+    return run_in_turn(run, hidden, shared, positions)
+  return run(hidden, shared, positions)
 
 
 # Donates nothing.

@@ -1,0 +1,118 @@
+"""Several long prompts run through a layer in turn.
+
+Each turn has one prompt per device of `data`. What a layer needs besides its
+results is that of one prompt then, however many there are, and the devices of
+`model` share out its residual; see `kvjax.cache.sharding.residual_axes`.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, PyTree
+
+from kvjax.activations import ROWLESS, Activations
+from kvjax.cache.sharding import context_size
+from kvjax.kernels.dispatch import target_platform
+from kvjax.kernels.mesh_axes import DATA
+
+# Tokens of a prompt that fill a device alone. Every turn reads all weights of
+# the layer, which takes less time than so many tokens are computed in.
+LONG = {"tpu": 1024}
+
+# Maps hidden states, shared arrays and positions to hidden states and
+# activations, if any.
+_Run = Callable[[Any, Any, Any], tuple[Any, Activations | None]]
+
+
+def count_turns(shape: tuple[int, ...]) -> int:
+  """Returns how many turns prompts [B, S, E] take; 1 if all run together."""
+  rows, tokens = shape[:2]
+  long = LONG.get(target_platform())
+  if long is None or tokens < long or rows % _data() or context_size() > 1:
+    return 1
+  return rows // _data()
+
+
+def map_turns(function: Callable[[Any], Any], rows: PyTree[Array]) -> PyTree:
+  """Calls a function with one row per device of `data`, one after another.
+
+  Args:
+    function: maps arrays whose leading axis is that of rows to others.
+    rows: arrays [B, ...].
+  """
+  return _join(jax.lax.map(function, _split(rows)))
+
+
+def run_in_turn(
+  run: _Run,
+  hidden: Float[Array, "B S E"],
+  shared: PyTree,
+  positions: Int[Array, "B S"],
+) -> tuple[Float[Array, "B S E"], Activations | None]:
+  """Runs a layer over rows in turn; arguments and results are those of `run`.
+
+  Args:
+    run: runs the layer over any number of rows.
+    hidden: hidden states after the previous layer.
+    shared: arrays that all layers share; those [B, S, ...] are of rows.
+    positions: positions of the tokens.
+  """
+  leaves, structure = jax.tree.flatten(shared)
+  of_rows = [leaf.shape[:2] == positions.shape for leaf in leaves]
+
+  def with_common(own: list[Array]) -> PyTree:
+    rest = iter(own)
+    pairs = zip(leaves, of_rows, strict=True)
+    return structure.unflatten(next(rest) if o else x for x, o in pairs)
+
+  def one(hidden: Array, rows: tuple[Any, list[Array], Any]) -> Any:
+    turn, own, positions = rows
+    new, activations = run(hidden[turn], with_common(own), positions)
+    if activations is not None:
+      activations = _replace(activations, dict.fromkeys(ROWLESS))
+    # XLA updates a carry of the loop in place.
+    return hidden.at[turn].set(new), activations
+
+  own = [x for x, o in zip(leaves, of_rows, strict=True) if o]
+  split, own, places = _split((hidden, own, positions))
+  turns = jnp.arange(len(split), dtype=jnp.int32)
+  new, activations = jax.lax.scan(one, split, (turns, own, places))
+  new, activations = _join((new, activations))
+  if activations is not None:
+    # Of one turn, of which XLA computes only what no row changes.
+    _, again = run(split[0], with_common([x[0] for x in own]), places[0])
+    assert again is not None
+    kept = {name: getattr(again, name) for name in ROWLESS}
+    activations = _replace(activations, kept)
+  return new, activations
+
+
+def _replace(activations: Activations, fields: dict[str, Any]) -> Activations:
+  return dataclasses.replace(activations, **fields)
+
+
+def _split(rows: PyTree[Array]) -> PyTree[Array]:
+  """Splits arrays [B, ...] into turns, a new leading axis."""
+
+  def split(x: Array) -> Array:
+    # A device of `data` has consecutive rows, and takes one of them each time.
+    return x.reshape(_data(), -1, *x.shape[1:]).swapaxes(0, 1)
+
+  return jax.tree.map(split, rows)
+
+
+def _join(turns: PyTree[Array]) -> PyTree[Array]:
+  """Undoes `_split`."""
+
+  def join(x: Array) -> Array:
+    return x.swapaxes(0, 1).reshape(-1, *x.shape[2:])
+
+  return jax.tree.map(join, turns)
+
+
+def _data() -> int:
+  """Number of devices that share out rows."""
+  return int(jax.sharding.get_abstract_mesh().shape.get(DATA, 1))
