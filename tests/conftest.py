@@ -115,12 +115,12 @@ def untyped():
 
 @pytest.fixture
 def prompts_in_turn(monkeypatch):
-  """Prompts of 32 tokens run through layers in turn, as long ones do on TPUs."""
+  """All prompts run through layers in turn, as large ones do on TPUs."""
   import jax
 
   from kvjax.engine import turns
 
-  monkeypatch.setitem(turns.LONG, "cpu", 32)
+  monkeypatch.setitem(turns.LARGE, "cpu", 0)
   # No program that runs them together is reused, nor one of these afterwards.
   jax.clear_caches()
   yield

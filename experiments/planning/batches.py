@@ -56,8 +56,9 @@ def largest(
   Args:
     small: a batch.
     large: a larger one.
-    beyond: a number of rows above which another program decodes, and what it
-      needs for these; it is taken to need as much more for each further row.
+    beyond: the least rows that another program decodes, and what it needs for
+      these. If both batches have fewer, it is taken to need as much more for
+      each further row as theirs does.
   """
   stored = Line.through(
     (small.use.rows, large.use.rows),
@@ -69,8 +70,16 @@ def largest(
   prefill, decode = temporaries(small, large)
   if beyond is not None:
     rows, needs = beyond
-    fixed = needs.temporary - decode.row * rows
-    decode = decode._replace(fixed=max(fixed, decode.fixed))
+    if rows <= large.use.rows:
+      # It decodes the larger batch, too. Of one point alone, all is of rows.
+      alone = rows == large.use.rows
+      first, nbytes = (0, 0) if alone else (rows, needs.temporary)
+      decode = Line.through(
+        (first, large.use.rows), (nbytes, large.decode.temporary)
+      )
+    else:
+      fixed = needs.temporary - decode.row * rows
+      decode = decode._replace(fixed=max(fixed, decode.fixed))
   return batches_of(stored, (prefill, decode), small.chip)
 
 

@@ -36,7 +36,7 @@ def embed(
 ) -> tuple[Float[Array, "B S E"], PyTree]:
   """Embeds tokens; see `Model.embed`."""
   hidden, shared = model.embed(params, tokens, positions)
-  if count_turns(hidden.shape) > 1:
+  if count_turns(hidden) > 1:
     hidden = map_turns(
       lambda rows: shard_residual(model.embed(params, *rows)[0]),
       (tokens, positions),
@@ -80,7 +80,6 @@ def forward_layer(
     # XLA drops the optional activations that are no outputs.
     return attend_to_prompt(activations), activations.only(optional)
 
-
   def run(
     hidden: Float[Array, "R S E"], shared: PyTree, positions: Int[Array, "R S"]
   ) -> tuple[Float[Array, "R S E"], Activations | None]:
@@ -92,7 +91,7 @@ def forward_layer(
     )
     return shard_residual(hidden), activations if spec.cache else None
 
-  if count_turns(hidden.shape) > 1:
+  if count_turns(hidden) > 1:
     return run_in_turn(run, hidden, shared, positions)
   return run(hidden, shared, positions)
 

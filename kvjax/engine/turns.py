@@ -1,4 +1,4 @@
-"""Several long prompts run through a layer in turn.
+"""Several large prompts run through a layer in turn.
 
 Each turn has one prompt per device of `data`. What a layer needs besides its
 results is that of one prompt then, however many there are, and the devices of
@@ -6,6 +6,8 @@ results is that of one prompt then, however many there are, and the devices of
 """
 
 import dataclasses
+import itertools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -18,20 +20,21 @@ from kvjax.cache.sharding import context_size
 from kvjax.kernels.dispatch import target_platform
 from kvjax.kernels.mesh_axes import DATA
 
-# Tokens of a prompt that fill a device alone. Every turn reads all weights of
-# the layer, which takes less time than so many tokens are computed in.
-LONG = {"tpu": 1024}
+# By platform, the least residual of a prompt, in numbers, that fills a device
+# alone: 1,024 tokens of width 4,096. Every turn reads the weights of the layer,
+# which takes less time than to compute as many tokens.
+LARGE = {"tpu": 1024 * 4096}
 
 # Maps hidden states, shared arrays and positions to hidden states and
 # activations, if any.
 _Run = Callable[[Any, Any, Any], tuple[Any, Activations | None]]
 
 
-def count_turns(shape: tuple[int, ...]) -> int:
-  """Returns how many turns prompts [B, S, E] take; 1 if all run together."""
-  rows, tokens = shape[:2]
-  long = LONG.get(target_platform())
-  if long is None or tokens < long or rows % _data() or context_size() > 1:
+def count_turns(hidden: Float[Array, "B S E"]) -> int:
+  """Returns how many turns prompts take; 1 if all run together."""
+  rows, tokens, width = hidden.shape
+  large = LARGE.get(target_platform(), math.inf)
+  if tokens * width < large or rows % _data() or context_size() > 1:
     return 1
   return rows // _data()
 
@@ -66,7 +69,8 @@ def run_in_turn(
   def with_common(own: list[Array]) -> PyTree:
     rest = iter(own)
     pairs = zip(leaves, of_rows, strict=True)
-    return structure.unflatten(next(rest) if o else x for x, o in pairs)
+    merged = [next(rest) if is_of_rows else x for x, is_of_rows in pairs]
+    return jax.tree.unflatten(structure, merged)
 
   def one(hidden: Array, rows: tuple[Any, list[Array], Any]) -> Any:
     turn, own, positions = rows
@@ -76,7 +80,7 @@ def run_in_turn(
     # XLA updates a carry of the loop in place.
     return hidden.at[turn].set(new), activations
 
-  own = [x for x, o in zip(leaves, of_rows, strict=True) if o]
+  own = list(itertools.compress(leaves, of_rows))
   split, own, places = _split((hidden, own, positions))
   turns = jnp.arange(len(split), dtype=jnp.int32)
   new, activations = jax.lax.scan(one, split, (turns, own, places))

@@ -211,6 +211,13 @@ def test_the_largest_batch_is_on_the_line_through_two():
     (10_000 - 2_000) // 900,
     (10_000 - 2_000 - 2_000) // 600,
   )
+  # It decodes the larger of these, too, with 100 bytes for each row.
+  for rows, nbytes in ((3, 300), (4, 400)):
+    most = batches.largest(planned(2), planned(4), (rows, Needs(nbytes, 0, {})))
+    assert most.decode == (10_000 - 2_000) // 600
+  # It takes 400 bytes for 3 rows, as for 4.
+  most = batches.largest(planned(2), planned(4), (3, Needs(400, 0, {})))
+  assert most.decode == (10_000 - 2_000 - 400) // 500
   # In multiples of the devices that share out rows.
   line = batches.Line.through((2, 4), (3_000, 4_000))
   assert line == (2_000, 500)

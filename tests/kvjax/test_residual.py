@@ -73,10 +73,7 @@ MIXED = TinyModel(
 # The second reads weights of the layer, the third replays prompts.
 METHODS = ["keydiff", "criticalkv", "kvzip:chunk=16:overlap=8"]
 # The mesh, and the rows.
-IN_TURN = {
-  "rows": ("model:4", 3),
-  "rows of data": ("data:2,model:2", 6),
-}
+IN_TURN = {"rows": ("model:4", 3), "rows of data": ("data:2,model:2", 6)}
 
 
 def drawn(rows):
@@ -84,13 +81,13 @@ def drawn(rows):
 
 
 @pytest.mark.parametrize("case", IN_TURN)
-def test_long_prompts_run_in_turn(case, prompts_in_turn):
+def test_large_prompts_run_in_turn(case, prompts_in_turn):
   axes, rows = IN_TURN[case]
   prompts = kvjax.Prompts.of(drawn(rows))
   with placed(axes):
     sizes = jax.sharding.get_abstract_mesh().shape
-    hidden = jax.ShapeDtypeStruct((rows, 48, 8), np.float32)
-    assert turns.count_turns(hidden.shape) == rows // sizes["data"]
+    hidden = jax.numpy.ones((rows, 48, 8))
+    assert turns.count_turns(hidden) == rows // sizes["data"]
     layers = forward_layers(MODEL, MODEL.init(), prompts, ())
     shapes = {x.addressable_shards[0].data.shape[:2] for x, _ in layers}
   # All rows of a device, and its part of their tokens.
