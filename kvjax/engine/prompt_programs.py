@@ -81,19 +81,18 @@ def forward_layer(
     return attend_to_prompt(activations), activations.only(optional)
 
   def run(
-    hidden: Float[Array, "R S E"], shared: PyTree, positions: Int[Array, "R S"]
+    index: Int[Array, ""],
+    hidden: Float[Array, "R S E"],
+    shared: PyTree,
+    positions: Int[Array, "R S"],
   ) -> tuple[Float[Array, "R S E"], Activations | None]:
-    # Otherwise XLA would copy the weights out of their stack before the turns.
-    here, hidden = jax.lax.optimization_barrier((jnp.asarray(index), hidden))
-    weights = index_layer(stack, here)
     hidden, activations = run_block(
-      model, weights, spec, hidden, shared, positions, attend
+      model, index_layer(stack, index), spec, hidden, shared, positions, attend
     )
     return shard_residual(hidden), activations if spec.cache else None
 
-  if count_turns(hidden) > 1:
-    return run_in_turn(run, hidden, shared, positions)
-  return run(hidden, shared, positions)
+  run_all = run_in_turn(run) if count_turns(hidden) > 1 else run
+  return run_all(jnp.asarray(index), hidden, shared, positions)
 
 
 # Donates nothing.

@@ -25,9 +25,9 @@ from kvjax.kernels.mesh_axes import DATA
 # which takes less time than to compute as many tokens.
 LARGE = {"tpu": 1024 * 4096}
 
-# Maps hidden states, shared arrays and positions to hidden states and
-# activations, if any.
-_Run = Callable[[Any, Any, Any], tuple[Any, Activations | None]]
+# Maps the index of a layer's weights, hidden states, arrays that all layers
+# share and positions to hidden states and activations, if any.
+Run = Callable[[Any, Any, Any, Any], tuple[Any, Activations | None]]
 
 
 def count_turns(hidden: Float[Array, "B S E"]) -> int:
@@ -49,49 +49,68 @@ def map_turns(function: Callable[[Any], Any], rows: PyTree[Array]) -> PyTree:
   return _join(jax.lax.map(function, _split(rows)))
 
 
-def run_in_turn(
-  run: _Run,
-  hidden: Float[Array, "B S E"],
-  shared: PyTree,
-  positions: Int[Array, "B S"],
-) -> tuple[Float[Array, "B S E"], Activations | None]:
-  """Runs a layer over rows in turn; arguments and results are those of `run`.
+def run_in_turn(run: Run) -> Run:
+  """Makes a function that runs a layer over its rows in turn.
+
+  Of the shared arrays, those [B, S, ...] are of rows.
 
   Args:
     run: runs the layer over any number of rows.
-    hidden: hidden states after the previous layer.
-    shared: arrays that all layers share; those [B, S, ...] are of rows.
-    positions: positions of the tokens.
+  """
+
+  def run_all(
+    index: Int[Array, ""],
+    hidden: Float[Array, "B S E"],
+    shared: PyTree,
+    positions: Int[Array, "B S"],
+  ) -> tuple[Float[Array, "B S E"], Activations | None]:
+    own, merge = _partition(shared, positions.shape)
+
+    def one(hidden: Array, rows: tuple[Any, list[Array], Any]) -> Any:
+      turn, own, positions = rows
+      # XLA would copy the weights out of their stack before the first turn.
+      here, given = jax.lax.optimization_barrier((index, hidden[turn]))
+      new, activations = run(here, given, merge(own), positions)
+      if activations is not None:
+        activations = _replace(activations, dict.fromkeys(ROWLESS))
+      # XLA updates a carry of the loop in place.
+      return hidden.at[turn].set(new), activations
+
+    split, own, places = _split((hidden, own, positions))
+    turns = jnp.arange(len(split), dtype=jnp.int32)
+    new, activations = jax.lax.scan(one, split, (turns, own, places))
+    new, activations = _join((new, activations))
+    if activations is not None:
+      # Of one turn, of which XLA computes only what no row changes.
+      first = merge([x[0] for x in own])
+      _, again = run(index, split[0], first, places[0])
+      assert again is not None
+      kept = {name: getattr(again, name) for name in ROWLESS}
+      activations = _replace(activations, kept)
+    return new, activations
+
+  return run_all
+
+
+def _partition(
+  shared: PyTree, shape: tuple[int, ...]
+) -> tuple[list[Array], Callable[[list[Array]], PyTree]]:
+  """Returns the arrays of rows, and what puts others of them in their places.
+
+  Args:
+    shared: arrays; those [B, S, ...] are of rows.
+    shape: B and S.
   """
   leaves, structure = jax.tree.flatten(shared)
-  of_rows = [leaf.shape[:2] == positions.shape for leaf in leaves]
+  of_rows = [leaf.shape[:2] == shape for leaf in leaves]
 
-  def with_common(own: list[Array]) -> PyTree:
+  def merge(own: list[Array]) -> PyTree:
     rest = iter(own)
     pairs = zip(leaves, of_rows, strict=True)
     merged = [next(rest) if is_of_rows else x for x, is_of_rows in pairs]
     return jax.tree.unflatten(structure, merged)
 
-  def one(hidden: Array, rows: tuple[Any, list[Array], Any]) -> Any:
-    turn, own, positions = rows
-    new, activations = run(hidden[turn], with_common(own), positions)
-    if activations is not None:
-      activations = _replace(activations, dict.fromkeys(ROWLESS))
-    # XLA updates a carry of the loop in place.
-    return hidden.at[turn].set(new), activations
-
-  own = list(itertools.compress(leaves, of_rows))
-  split, own, places = _split((hidden, own, positions))
-  turns = jnp.arange(len(split), dtype=jnp.int32)
-  new, activations = jax.lax.scan(one, split, (turns, own, places))
-  new, activations = _join((new, activations))
-  if activations is not None:
-    # Of one turn, of which XLA computes only what no row changes.
-    _, again = run(split[0], with_common([x[0] for x in own]), places[0])
-    assert again is not None
-    kept = {name: getattr(again, name) for name in ROWLESS}
-    activations = _replace(activations, kept)
-  return new, activations
+  return list(itertools.compress(leaves, of_rows)), merge
 
 
 def _replace(activations: Activations, fields: dict[str, Any]) -> Activations:
