@@ -68,13 +68,15 @@ def run_in_turn(run: Run) -> Run:
 
     def one(hidden: Array, rows: tuple[Any, list[Array], Any]) -> Any:
       turn, own, positions = rows
+      given = jax.lax.dynamic_index_in_dim(hidden, turn, keepdims=False)
       # XLA would copy the weights out of their stack before the first turn.
-      here, given = jax.lax.optimization_barrier((index, hidden[turn]))
+      here, given = jax.lax.optimization_barrier((index, given))
       new, activations = run(here, given, merge(own), positions)
       if activations is not None:
         activations = _replace(activations, dict.fromkeys(ROWLESS))
       # XLA updates a carry of the loop in place.
-      return hidden.at[turn].set(new), activations
+      write = jax.lax.dynamic_update_index_in_dim
+      return write(hidden, new.astype(hidden.dtype), turn, 0), activations
 
     split, own, places = _split((hidden, own, positions))
     turns = jnp.arange(len(split), dtype=jnp.int32)
