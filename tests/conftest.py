@@ -114,13 +114,13 @@ def untyped():
 
 
 @pytest.fixture
-def prompts_in_turn(monkeypatch):
-  """All prompts run through layers in turn, as large ones do on TPUs."""
+def rows_alone(monkeypatch):
+  """All prompts run row by row, as large ones do on TPUs."""
   import jax
 
-  from kvjax.engine import turns
+  from kvjax.engine import by_row
 
-  monkeypatch.setitem(turns.LARGE, "cpu", 0)
+  monkeypatch.setitem(by_row.LARGE, "cpu", 0)
   # No program that runs them together is reused, nor one of these afterwards.
   jax.clear_caches()
   yield

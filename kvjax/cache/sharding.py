@@ -193,7 +193,7 @@ def residual_axes(shape: tuple[int, ...]) -> Spread:
   grow: a sum of which each keeps its tokens, and `gather_residual`, are the two
   halves of a sum for all devices (Korthikanti et al., arXiv 2205.05198). Of
   several rows, XLA would make the whole sum all the same on TPUs, where large
-  ones therefore run in turn; see `kvjax.engine.turns`.
+  ones therefore run row by row; see `kvjax.engine.by_row`.
 
   Args:
     shape: shape of the residual [B, S, E].

@@ -13,10 +13,10 @@ from jaxtyping import Array, Float, Int, PyTree
 from kvjax.activations import Activations
 from kvjax.cache.sharding import shard_activations, shard_residual, shard_tokens
 from kvjax.calibration.features import TAIL
+from kvjax.engine.by_row import by_row, is_by_row, map_rows
 from kvjax.engine.forward import attend_to_prompt, block_positions
 from kvjax.engine.likelihood import prompt_and_tail_nll
 from kvjax.engine.model_layers import index_layer, layer_stacks, run_block
-from kvjax.engine.turns import count_turns, map_turns, run_in_turn
 from kvjax.model import LayerSpec, Model
 from kvjax.prompts import Prompts
 
@@ -36,8 +36,8 @@ def embed(
 ) -> tuple[Float[Array, "B S E"], PyTree]:
   """Embeds tokens; see `Model.embed`."""
   hidden, shared = model.embed(params, tokens, positions)
-  if count_turns(hidden) > 1:
-    hidden = map_turns(
+  if is_by_row(hidden):
+    hidden = map_rows(
       lambda rows: shard_residual(model.embed(params, *rows)[0]),
       (tokens, positions),
     )
@@ -91,7 +91,7 @@ def forward_layer(
     )
     return shard_residual(hidden), activations if spec.cache else None
 
-  run_all = run_in_turn(run) if count_turns(hidden) > 1 else run
+  run_all = by_row(run) if is_by_row(hidden) else run
   return run_all(jnp.asarray(index), hidden, shared, positions)
 
 

@@ -111,7 +111,7 @@ def test_devices_share_out_the_residual_of_a_prompt():
 
 
 @pytest.mark.libtpu
-def test_several_prompts_run_through_a_layer_in_turn():
+def test_several_prompts_run_row_by_row():
   """Of eight, a device holds its part of all residuals, and works at one."""
   chips.prepare_libtpu()
   rows, tokens, v5e = 8, 8192, chips.Chip.load("v5e")

@@ -7,7 +7,7 @@ from numpy.testing import assert_allclose
 
 import kvjax
 from kvjax.cache.sharding import gather_residual, parse_mesh, split_mesh
-from kvjax.engine import turns
+from kvjax.engine import by_row
 from kvjax.engine.prompt_programs import forward_layers
 from kvjax.model import Geometry, LayerSpec
 from kvjax.testing import TinyModel
@@ -73,21 +73,21 @@ MIXED = TinyModel(
 # The second reads weights of the layer, the third replays prompts.
 METHODS = ["keydiff", "criticalkv", "kvzip:chunk=16:overlap=8"]
 # The mesh, and the rows.
-IN_TURN = {"rows": ("model:4", 3), "rows of data": ("data:2,model:2", 6)}
+BY_ROW = {"rows": ("model:4", 3), "rows of data": ("data:2,model:2", 6)}
 
 
 def drawn(rows):
   return [RNG.permutation(64)[: 48 - 3 * i].tolist() for i in range(rows)]
 
 
-@pytest.mark.parametrize("case", IN_TURN)
-def test_large_prompts_run_in_turn(case, prompts_in_turn):
-  axes, rows = IN_TURN[case]
+@pytest.mark.parametrize("case", BY_ROW)
+def test_large_prompts_run_row_by_row(case, rows_alone):
+  axes, rows = BY_ROW[case]
   prompts = kvjax.Prompts.of(drawn(rows))
   with placed(axes):
     sizes = jax.sharding.get_abstract_mesh().shape
     hidden = jax.numpy.ones((rows, 48, 8))
-    assert turns.count_turns(hidden) == rows // sizes["data"]
+    assert by_row.is_by_row(hidden)
     layers = forward_layers(MODEL, MODEL.init(), prompts, ())
     shapes = {x.addressable_shards[0].data.shape[:2] for x, _ in layers}
   # All rows of a device, and its part of their tokens.
@@ -95,10 +95,10 @@ def test_large_prompts_run_in_turn(case, prompts_in_turn):
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("case", IN_TURN)
-def test_rows_in_turn_are_as_rows_together(case, method, prompts_in_turn):
+@pytest.mark.parametrize("case", BY_ROW)
+def test_rows_alone_are_as_rows_together(case, method, rows_alone):
   """In logits after the prompts, and in what answers find in their caches."""
-  axes, rows = IN_TURN[case]
+  axes, rows = BY_ROW[case]
   request = kvjax.RepeatRequest(first=(1, 2), later=(3,), suffix=(4,))
   prompts = kvjax.Prompts.of(drawn(rows), repeat_request=request)
   plan = kvjax.get_plan(method, kvjax.Retention(0.5))
@@ -112,6 +112,6 @@ def test_rows_in_turn_are_as_rows_together(case, method, prompts_in_turn):
 
   expected = found()
   with placed(axes):
-    in_turn = found()
-  for ours, theirs in zip(in_turn, expected, strict=True):
+    alone = found()
+  for ours, theirs in zip(alone, expected, strict=True):
     assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)

@@ -61,13 +61,13 @@ def test_a_sharded_model_answers_as_a_whole_one(alone, mesh):
 
 
 @pytest.mark.parametrize("mesh", ["data:2,model:2", "model:4"])
-def test_prompts_in_turn_are_answered_as_together(alone, mesh, prompts_in_turn):
+def test_rows_alone_are_answered_as_together(alone, mesh, rows_alone):
   _, _, cache, logits, answers = alone
   devices = parse_mesh(mesh)
   with jax.set_mesh(devices):
-    _, _, in_turn, found, found_answers = run(devices)
+    _, _, by_row, found, found_answers = run(devices)
   for row in range(4):
-    assert kept_positions(in_turn, row) == kept_positions(cache, row)
+    assert kept_positions(by_row, row) == kept_positions(cache, row)
   np.testing.assert_allclose(found, logits, rtol=0, atol=1e-4)
   assert found_answers == answers
 

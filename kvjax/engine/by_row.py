@@ -1,6 +1,6 @@
-"""Several large prompts run through a layer in turn.
+"""Several large prompts run through a layer row by row.
 
-Each turn has one prompt per device of `data`. What a layer needs besides its
+Each step has one row per device of `data`. What a layer needs besides its
 results is that of one prompt then, however many there are, and the devices of
 `model` share out its residual; see `kvjax.cache.sharding.residual_axes`.
 """
@@ -21,7 +21,7 @@ from kvjax.kernels.dispatch import target_platform
 from kvjax.kernels.mesh_axes import DATA
 
 # By platform, the least residual of a prompt, in numbers, that fills a device
-# alone: 1,024 tokens of width 4,096. Every turn reads the weights of the layer,
+# alone: 1,024 tokens of width 4,096. Every step reads the weights of the layer,
 # which takes less time than to compute as many tokens.
 LARGE = {"tpu": 1024 * 4096}
 
@@ -30,17 +30,16 @@ LARGE = {"tpu": 1024 * 4096}
 Run = Callable[[Any, Any, Any, Any], tuple[Any, Activations | None]]
 
 
-def count_turns(hidden: Float[Array, "B S E"]) -> int:
-  """Returns how many turns prompts take; 1 if all run together."""
+def is_by_row(hidden: Float[Array, "B S E"]) -> bool:
+  """Whether prompts run row by row, and not all together."""
   rows, tokens, width = hidden.shape
-  large = LARGE.get(target_platform(), math.inf)
-  if tokens * width < large or rows % _data() or context_size() > 1:
-    return 1
-  return rows // _data()
+  if rows <= _data() or rows % _data() or context_size() > 1:
+    return False
+  return tokens * width >= LARGE.get(target_platform(), math.inf)
 
 
-def map_turns(function: Callable[[Any], Any], rows: PyTree[Array]) -> PyTree:
-  """Calls a function with one row per device of `data`, one after another.
+def map_rows(function: Callable[[Any], Any], rows: PyTree[Array]) -> PyTree:
+  """Calls a function with one row per device of `data` at a time.
 
   Args:
     function: maps arrays whose leading axis is that of rows to others.
@@ -49,8 +48,8 @@ def map_turns(function: Callable[[Any], Any], rows: PyTree[Array]) -> PyTree:
   return _join(jax.lax.map(function, _split(rows)))
 
 
-def run_in_turn(run: Run) -> Run:
-  """Makes a function that runs a layer over its rows in turn.
+def by_row(run: Run) -> Run:
+  """Makes a function that runs a layer row by row.
 
   Of the shared arrays, those [B, S, ...] are of rows.
 
@@ -67,23 +66,23 @@ def run_in_turn(run: Run) -> Run:
     own, merge = _partition(shared, positions.shape)
 
     def one(hidden: Array, rows: tuple[Any, list[Array], Any]) -> Any:
-      turn, own, positions = rows
-      given = jax.lax.dynamic_index_in_dim(hidden, turn, keepdims=False)
-      # XLA would copy the weights out of their stack before the first turn.
+      step, own, positions = rows
+      given = jax.lax.dynamic_index_in_dim(hidden, step, keepdims=False)
+      # XLA would copy the weights out of their stack before the first step.
       here, given = jax.lax.optimization_barrier((index, given))
       new, activations = run(here, given, merge(own), positions)
       if activations is not None:
         activations = _replace(activations, dict.fromkeys(ROWLESS))
       # XLA updates a carry of the loop in place.
       write = jax.lax.dynamic_update_index_in_dim
-      return write(hidden, new.astype(hidden.dtype), turn, 0), activations
+      return write(hidden, new.astype(hidden.dtype), step, 0), activations
 
     split, own, places = _split((hidden, own, positions))
-    turns = jnp.arange(len(split), dtype=jnp.int32)
-    new, activations = jax.lax.scan(one, split, (turns, own, places))
+    steps = jnp.arange(len(split), dtype=jnp.int32)
+    new, activations = jax.lax.scan(one, split, (steps, own, places))
     new, activations = _join((new, activations))
     if activations is not None:
-      # Of one turn, of which XLA computes only what no row changes.
+      # Of one step, of which XLA computes only what no row changes.
       first = merge([x[0] for x in own])
       _, again = run(index, split[0], first, places[0])
       assert again is not None
@@ -120,7 +119,7 @@ def _replace(activations: Activations, fields: dict[str, Any]) -> Activations:
 
 
 def _split(rows: PyTree[Array]) -> PyTree[Array]:
-  """Splits arrays [B, ...] into turns, a new leading axis."""
+  """Splits arrays [B, ...] into steps, a new leading axis."""
 
   def split(x: Array) -> Array:
     # A device of `data` has consecutive rows, and takes one of them each time.
@@ -129,13 +128,13 @@ def _split(rows: PyTree[Array]) -> PyTree[Array]:
   return jax.tree.map(split, rows)
 
 
-def _join(turns: PyTree[Array]) -> PyTree[Array]:
+def _join(steps: PyTree[Array]) -> PyTree[Array]:
   """Undoes `_split`."""
 
   def join(x: Array) -> Array:
     return x.swapaxes(0, 1).reshape(-1, *x.shape[2:])
 
-  return jax.tree.map(join, turns)
+  return jax.tree.map(join, steps)
 
 
 def _data() -> int:
