@@ -196,7 +196,7 @@ def _largest(
     beyond = compiling.decode_beyond(use, chip, advance)
     twice = times(2)
     most = batches.largest(planned, twice, beyond)
-    # A prompt alone on its devices takes less than its part of several.
+    # A prompt alone on its devices runs through another program than several.
     if use.rows == chip.rows:
       most = batches.largest(twice, times(4), beyond)
   return most

@@ -26,13 +26,16 @@ OPTIONAL: tuple[Optional, ...] = (
   "output_projection",
   "rerotate",
 )
-# Those without an axis of rows.
-ROWLESS = ("output_projection", "sinks")
 # Moves vectors [B, K, T, D] that were rotated at positions p to p + `by`, where
 # `by` is [B, K, T].
 Rerotate = Callable[
   [Float[Array, "B K T D"], Int[Array, "B K T"]], Float[Array, "B K T D"]
 ]
+
+
+# Fields of `Activations` without an axis of rows, besides `weights`, which the
+# engine sets. Where rows run one by one, all others are joined along it.
+ROWLESS = ("output_projection", "sinks")
 
 
 @struct
@@ -93,8 +96,8 @@ class Activations:
     dropped: dict[str, Any] = dict.fromkeys({*OPTIONAL} - {*names})
     return dataclasses.replace(self, **dropped)
 
-  def has(self, name: Optional) -> bool:
-    """Whether an activation of `OPTIONAL` is there."""
+  def has(self, name: str) -> bool:
+    """Whether an activation that may be None is there."""
     return vars(self)[name] is not None
 
   def without_queries(self) -> "Activations":

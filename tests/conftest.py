@@ -5,6 +5,7 @@ run under them too. They must be set before JAX is imported.
 """
 
 import collections
+import contextlib
 import gc
 import os
 import re
@@ -115,13 +116,18 @@ def untyped():
 
 @pytest.fixture
 def rows_alone(monkeypatch):
-  """All prompts run row by row, as large ones do on TPUs."""
+  """Within it, prompts run row by row, as long ones do on TPUs."""
   import jax
 
   from kvjax.engine import by_row
 
-  monkeypatch.setitem(by_row.LARGE, "cpu", 0)
-  # No program that runs them together is reused, nor one of these afterwards.
-  jax.clear_caches()
-  yield
-  jax.clear_caches()
+  @contextlib.contextmanager
+  def alone():
+    # No program that runs them together is reused, nor one of these later.
+    jax.clear_caches()
+    with monkeypatch.context() as patched:
+      patched.setitem(by_row.LONG, "cpu", 0)
+      yield
+    jax.clear_caches()
+
+  return alone

@@ -56,9 +56,8 @@ def largest(
   Args:
     small: a batch.
     large: a larger one.
-    beyond: the least rows that another program decodes, and what it needs for
-      these. If both batches have fewer, it is taken to need as much more for
-      each further row as theirs does.
+    beyond: the least rows that another program decodes, more than those of
+      `small`, and what it needs for these.
   """
   stored = Line.through(
     (small.use.rows, large.use.rows),
@@ -67,20 +66,37 @@ def largest(
       large.sizes.weights + large.sizes.cache,
     ),
   )
-  prefill, decode = temporaries(small, large)
-  if beyond is not None:
-    rows, needs = beyond
-    if rows <= large.use.rows:
-      # It decodes the larger batch, too. Of one point alone, all is of rows.
-      alone = rows == large.use.rows
-      first, nbytes = (0, 0) if alone else (rows, needs.temporary)
-      decode = Line.through(
-        (first, large.use.rows), (nbytes, large.decode.temporary)
-      )
-    else:
-      fixed = needs.temporary - decode.row * rows
-      decode = decode._replace(fixed=max(fixed, decode.fixed))
-  return batches_of(stored, (prefill, decode), small.chip)
+  most = batches_of(stored, temporaries(small, large), small.chip)
+  if beyond is None:
+    return most
+  decode = _largest_decoded(stored, small, large, beyond)
+  return most._replace(decode=decode)
+
+
+def _largest_decoded(
+  stored: Line, small: Planned, large: Planned, beyond: tuple[int, Needs]
+) -> int:
+  """Computes the largest batch that either of two programs decodes.
+
+  A program of which one batch is known needs as much more for each further row
+  as the first one does, and the first one as much for each.
+  """
+  rows, needs = beyond
+  if large.use.rows < rows:
+    _, first = temporaries(small, large)
+  else:
+    first = Line(0, small.decode.temporary / small.use.rows)
+  if large.use.rows > rows:
+    nbytes = needs.temporary, large.decode.temporary
+    second = Line.through((rows, large.use.rows), nbytes)
+  else:
+    second = Line(needs.temporary - first.row * rows, first.row)
+  chip = small.chip
+  many = stored.plus(second).most(chip.hbm_bytes, chip.rows)
+  if many >= rows:
+    return many
+  few = stored.plus(first).most(chip.hbm_bytes, chip.rows)
+  return min(few, rows - chip.rows)
 
 
 def temporaries(small: Planned, large: Planned) -> tuple[Line, Line]:

@@ -131,7 +131,7 @@ def _largest_on(
   small, large = compiled(chip.rows), compiled(2 * chip.rows)
   if small is None:
     return None
-  # A prompt alone on its devices takes less than its part of several.
+  # A prompt alone on its devices runs through another program than several.
   if large is not None and (more := compiled(4 * chip.rows)) is not None:
     small, large = large, more
   for _ in range(_TRIALS):

@@ -1,12 +1,10 @@
-"""Several large prompts run through a layer row by row.
+"""Several long prompts run through a layer row by row.
 
 Each step has one row per device of `data`. What a layer needs besides its
 results is that of one prompt then, however many there are, and the devices of
 `model` share out its residual; see `kvjax.cache.sharding.residual_axes`.
 """
 
-import dataclasses
-import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -19,23 +17,47 @@ from kvjax.activations import ROWLESS, Activations
 from kvjax.cache.sharding import context_size
 from kvjax.kernels.dispatch import target_platform
 from kvjax.kernels.mesh_axes import DATA
+from kvjax.model import Model
+from kvjax.struct import replace
 
-# By platform, the least residual of a prompt, in numbers, that fills a device
-# alone: 1,024 tokens of width 4,096. Every step reads the weights of the layer,
-# which takes less time than to compute as many tokens.
-LARGE = {"tpu": 1024 * 4096}
+# By platform, the tokens of a prompt that keep a device busy alone. Every step
+# reads the weights of the layer, all experts included, which takes less time
+# than to compute as many tokens.
+LONG = {"tpu": 4096}
 
+# For each of the arrays that layers share, its axis of rows, None for none.
+Axes = tuple[int | None, ...]
 # Maps the index of a layer's weights, hidden states, arrays that all layers
 # share and positions to hidden states and activations, if any.
 Run = Callable[[Any, Any, Any, Any], tuple[Any, Activations | None]]
 
 
-def is_by_row(hidden: Float[Array, "B S E"]) -> bool:
-  """Whether prompts run row by row, and not all together."""
-  rows, tokens, width = hidden.shape
-  if rows <= _data() or rows % _data() or context_size() > 1:
-    return False
-  return tokens * width >= LARGE.get(target_platform(), math.inf)
+def row_axes(
+  model: Model,
+  params: PyTree,
+  tokens: Int[Array, "B S"],
+  positions: Int[Array, "B S"],
+) -> Axes | None:
+  """Finds the axes of rows if prompts run row by row; None if together.
+
+  The axis of an array is the one that is shorter for fewer rows.
+  """
+  rows, length = tokens.shape
+  long = length >= LONG.get(target_platform(), math.inf)
+  if not long or rows <= _data() or rows % _data() or context_size() > 1:
+    return None
+
+  def shapes(rows: int) -> list[jax.ShapeDtypeStruct]:
+    given = (
+      jax.ShapeDtypeStruct((rows, length), x.dtype) for x in (tokens, positions)
+    )
+    return jax.tree.leaves(jax.eval_shape(model.embed, params, *given)[1])
+
+  def axis_of(x: jax.ShapeDtypeStruct, y: jax.ShapeDtypeStruct) -> int | None:
+    pairs = enumerate(zip(x.shape, y.shape, strict=True))
+    return next((axis for axis, (a, b) in pairs if a != b), None)
+
+  return tuple(map(axis_of, shapes(rows), shapes(_data())))
 
 
 def map_rows(function: Callable[[Any], Any], rows: PyTree[Array]) -> PyTree:
@@ -45,16 +67,15 @@ def map_rows(function: Callable[[Any], Any], rows: PyTree[Array]) -> PyTree:
     function: maps arrays whose leading axis is that of rows to others.
     rows: arrays [B, ...].
   """
-  return _join(jax.lax.map(function, _split(rows)))
+  return _join(jax.lax.map(function, jax.tree.map(_split, rows)))
 
 
-def by_row(run: Run) -> Run:
+def by_row(run: Run, axes: Axes) -> Run:
   """Makes a function that runs a layer row by row.
-
-  Of the shared arrays, those [B, S, ...] are of rows.
 
   Args:
     run: runs the layer over any number of rows.
+    axes: see `row_axes`.
   """
 
   def run_all(
@@ -63,73 +84,60 @@ def by_row(run: Run) -> Run:
     shared: PyTree,
     positions: Int[Array, "B S"],
   ) -> tuple[Float[Array, "B S E"], Activations | None]:
-    own, merge = _partition(shared, positions.shape)
+    leaves, structure = jax.tree.flatten(shared)
+    pairs = list(zip(leaves, axes, strict=True))
 
-    def one(hidden: Array, rows: tuple[Any, list[Array], Any]) -> Any:
-      step, own, positions = rows
-      given = jax.lax.dynamic_index_in_dim(hidden, step, keepdims=False)
+    def run_some(
+      index: Array, given: Array, own: list[Array], positions: Array
+    ) -> tuple[Any, Activations | None]:
+      rest = iter(own)
+      some = [x if axis is None else next(rest) for x, axis in pairs]
+      shared = jax.tree.unflatten(structure, some)
+      return run(index, given.astype(hidden.dtype), shared, positions)
+
+    def step(state: Array, rows: tuple[Any, list[Array], Any]) -> Any:
+      number, own, positions = rows
+      given = jax.lax.dynamic_index_in_dim(state, number, keepdims=False)
       # XLA would copy the weights out of their stack before the first step.
       here, given = jax.lax.optimization_barrier((index, given))
-      new, activations = run(here, given, merge(own), positions)
+      new, activations = run_some(here, given, own, positions)
       if activations is not None:
-        activations = _replace(activations, dict.fromkeys(ROWLESS))
+        activations = replace(activations, **dict.fromkeys(ROWLESS))
       # XLA updates a carry of the loop in place.
       write = jax.lax.dynamic_update_index_in_dim
-      return write(hidden, new.astype(hidden.dtype), step, 0), activations
+      return write(state, new, number, 0), activations
 
-    split, own, places = _split((hidden, own, positions))
-    steps = jnp.arange(len(split), dtype=jnp.int32)
-    new, activations = jax.lax.scan(one, split, (steps, own, places))
-    new, activations = _join((new, activations))
-    if activations is not None:
-      # Of one step, of which XLA computes only what no row changes.
-      first = merge([x[0] for x in own])
-      _, again = run(index, split[0], first, places[0])
-      assert again is not None
-      kept = {name: getattr(again, name) for name in ROWLESS}
-      activations = _replace(activations, kept)
-    return new, activations
+    own = [_split(x, axis) for x, axis in pairs if axis is not None]
+    state, places = _split(hidden), _split(positions)
+    first = (index, state[0], [x[0] for x in own], places[0])
+    new, activations = jax.eval_shape(run_some, *first)
+    steps = jnp.arange(len(state), dtype=jnp.int32)
+    state, by_step = jax.lax.scan(
+      step, state.astype(new.dtype), (steps, own, places)
+    )
+    joined = _join(by_step)
+    if activations is not None and any(map(activations.has, ROWLESS)):
+      # Of another first step, XLA computes only what no row changes.
+      _, again = run_some(*first)
+      rowless = {name: getattr(again, name) for name in ROWLESS}
+      joined = replace(joined, **rowless)
+    return _join(state), joined
 
   return run_all
 
 
-def _partition(
-  shared: PyTree, shape: tuple[int, ...]
-) -> tuple[list[Array], Callable[[list[Array]], PyTree]]:
-  """Returns the arrays of rows, and what puts others of them in their places.
+def _split(x: Array, axis: int = 0) -> Array:
+  """Splits the axis of rows, of which those of a step remain.
 
-  Args:
-    shared: arrays; those [B, S, ...] are of rows.
-    shape: B and S.
+  The result has a new leading axis of steps.
   """
-  leaves, structure = jax.tree.flatten(shared)
-  of_rows = [leaf.shape[:2] == shape for leaf in leaves]
-
-  def merge(own: list[Array]) -> PyTree:
-    rest = iter(own)
-    pairs = zip(leaves, of_rows, strict=True)
-    merged = [next(rest) if is_of_rows else x for x, is_of_rows in pairs]
-    return jax.tree.unflatten(structure, merged)
-
-  return list(itertools.compress(leaves, of_rows)), merge
-
-
-def _replace(activations: Activations, fields: dict[str, Any]) -> Activations:
-  return dataclasses.replace(activations, **fields)
-
-
-def _split(rows: PyTree[Array]) -> PyTree[Array]:
-  """Splits arrays [B, ...] into steps, a new leading axis."""
-
-  def split(x: Array) -> Array:
-    # A device of `data` has consecutive rows, and takes one of them each time.
-    return x.reshape(_data(), -1, *x.shape[1:]).swapaxes(0, 1)
-
-  return jax.tree.map(split, rows)
+  # A device of `data` has consecutive rows, and takes one of them each time.
+  shape = (*x.shape[:axis], _data(), -1, *x.shape[axis + 1 :])
+  return jnp.moveaxis(x.reshape(shape), axis + 1, 0)
 
 
 def _join(steps: PyTree[Array]) -> PyTree[Array]:
-  """Undoes `_split`."""
+  """Joins what steps return, [steps, rows of a step, ...], to [B, ...]."""
 
   def join(x: Array) -> Array:
     return x.swapaxes(0, 1).reshape(-1, *x.shape[2:])

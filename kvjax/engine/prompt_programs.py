@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int, PyTree
 from kvjax.activations import Activations
 from kvjax.cache.sharding import shard_activations, shard_residual, shard_tokens
 from kvjax.calibration.features import TAIL
-from kvjax.engine.by_row import by_row, is_by_row, map_rows
+from kvjax.engine.by_row import Axes, by_row, map_rows, row_axes
 from kvjax.engine.forward import attend_to_prompt, block_positions
 from kvjax.engine.likelihood import prompt_and_tail_nll
 from kvjax.engine.model_layers import index_layer, layer_stacks, run_block
@@ -27,16 +27,26 @@ def positions(lengths: Int[Array, " B"], length: int) -> Int[Array, "B S"]:
   return block_positions(jnp.zeros_like(lengths), length, lengths)
 
 
-@functools.partial(jax.jit, static_argnames=("model",))
+@functools.partial(jax.jit, static_argnames=("model", "apart"))
 def embed(
   model: Model,
   params: PyTree,
   tokens: Int[Array, "B S"],
   positions: Int[Array, "B S"],
+  *,
+  apart: bool = False,
 ) -> tuple[Float[Array, "B S E"], PyTree]:
-  """Embeds tokens; see `Model.embed`."""
+  """Embeds tokens; see `Model.embed`.
+
+  Args:
+    model: the functions.
+    params: the weights.
+    tokens: the tokens.
+    positions: their positions.
+    apart: whether to embed them row by row.
+  """
   hidden, shared = model.embed(params, tokens, positions)
-  if is_by_row(hidden):
+  if apart:
     hidden = map_rows(
       lambda rows: shard_residual(model.embed(params, *rows)[0]),
       (tokens, positions),
@@ -45,7 +55,7 @@ def embed(
 
 
 @functools.partial(
-  jax.jit, static_argnames=("model", "how"), donate_argnames=("hidden",)
+  jax.jit, static_argnames=("model", "how", "axes"), donate_argnames=("hidden",)
 )
 def forward_layer(
   stack: PyTree,
@@ -56,6 +66,7 @@ def forward_layer(
   *,
   model: Model,
   how: tuple[LayerSpec, Collection[str]],
+  axes: Axes | None = None,
 ) -> tuple[Float[Array, "B S E"], Activations | None]:
   """Runs a layer over whole prompts.
 
@@ -67,6 +78,7 @@ def forward_layer(
     positions: positions of the tokens.
     model: the functions.
     how: the layer's spec, and the optional activations to return.
+    axes: axes of rows of shared arrays to run row by row; None to run together.
 
   Returns:
     The hidden states, and the activations; None if the layer has no cache.
@@ -86,12 +98,13 @@ def forward_layer(
     shared: PyTree,
     positions: Int[Array, "R S"],
   ) -> tuple[Float[Array, "R S E"], Activations | None]:
+    weights = index_layer(stack, index)
     hidden, activations = run_block(
-      model, index_layer(stack, index), spec, hidden, shared, positions, attend
+      model, weights, spec, hidden, shared, positions, attend
     )
     return shard_residual(hidden), activations if spec.cache else None
 
-  run_all = by_row(run) if is_by_row(hidden) else run
+  run_all = run if axes is None else by_row(run, axes)
   return run_all(jnp.asarray(index), hidden, shared, positions)
 
 
@@ -130,9 +143,13 @@ def forward_layers(
   geometry, tokens = model.geometry, jnp.asarray(prompts.tokens)
   lengths = jnp.asarray(prompts.lengths, jnp.int32)
   places = positions(lengths, tokens.shape[1])
-  hidden, shared = embed(model, params, tokens, places)
+  kept = needs_states_again(params)
+  # Of rows alone, a gradient would need a copy of the weights for each.
+  axes = None if kept else row_axes(model, params, tokens, places)
+  apart = axes is not None
+  hidden, shared = embed(model, params, tokens, places, apart=apart)
   weights = layer_stacks(model, params)
-  run = _forward_layer_kept if needs_states_again(params) else forward_layer
+  run = _forward_layer_kept if kept else forward_layer
   for layer, spec in enumerate(geometry.layers):
     hidden, activations = run(
       weights[spec.weights],
@@ -142,6 +159,7 @@ def forward_layers(
       places,
       model=model,
       how=(spec, frozenset(optional)),
+      axes=axes,
     )
     yield hidden, activations
 

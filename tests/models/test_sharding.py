@@ -64,7 +64,7 @@ def test_a_sharded_model_answers_as_a_whole_one(alone, mesh):
 def test_rows_alone_are_answered_as_together(alone, mesh, rows_alone):
   _, _, cache, logits, answers = alone
   devices = parse_mesh(mesh)
-  with jax.set_mesh(devices):
+  with rows_alone(), jax.set_mesh(devices):
     _, _, by_row, found, found_answers = run(devices)
   for row in range(4):
     assert kept_positions(by_row, row) == kept_positions(cache, row)
