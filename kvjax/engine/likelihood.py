@@ -1,6 +1,7 @@
 """Likelihood of prompts, and of answers given a cache."""
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -87,6 +88,38 @@ def answer_nll(
     >>> kvjax.answer_nll(model, params, cache, questions, answers).shape
     (2,)
   """
+  asked = _asked(model, cache, questions, answers)
+  return _answer_nll(model, params, cache, *asked)
+
+
+def token_nll(
+  model: Model,
+  params: PyTree,
+  cache: Cache,
+  questions: Prompts,
+  answers: Prompts,
+) -> Float[Array, "B A"]:
+  """Computes -ln p of each token of given answers; arbitrary for padding.
+
+  Arguments and errors are those of `answer_nll`.
+  """
+  asked = _asked(model, cache, questions, answers)
+  return _token_nll(model, params, cache, *asked)
+
+
+class _Asked(NamedTuple):
+  """Questions, each followed by its answer, and the answers again."""
+
+  tokens: Int[Array, "B S"]
+  question_lengths: Int[Array, " B"]
+  answers: Int[Array, "B A"]
+  answer_lengths: Int[Array, " B"]
+
+
+def _asked(
+  model: Model, cache: Cache, questions: Prompts, answers: Prompts
+) -> _Asked:
+  """Checks the arguments of `answer_nll`, and joins questions and answers."""
   # Only a single cache is judged.
   check_caches([cache])
   check_batch(questions)
@@ -121,10 +154,7 @@ def answer_nll(
     total = total + read(cache.next_positions)
   check_context(model, total, "The context, with all that follows,")
   check_tokens(model, both.tokens, both.known_lengths)
-  return _answer_nll(
-    model,
-    params,
-    cache,
+  return _Asked(
     jnp.asarray(both.tokens),
     jnp.asarray(question_lengths, jnp.int32),
     jnp.asarray(answers.tokens),
@@ -184,11 +214,30 @@ def _mean_nll(
   targets: Int[Array, "B S"],
   predicted: Bool[Array, "M B S"],
 ) -> Float[Array, "M B"]:
-  """Mean of -ln p of the targets at the positions in each mask.
+  """Mean of -ln p of the targets at the positions in each mask."""
+  return _mean(_losses(model, params, hidden, targets), predicted)
 
-  It is NaN for a row without such positions. The logits of all positions would
-  take V / E times the memory of the hidden states. Therefore they are computed
-  for a few positions at a time, and again for the gradient.
+
+def _mean(
+  losses: Float[Array, "B S"], masks: Bool[Array, "M B S"]
+) -> Float[Array, "M B"]:
+  """Mean of the losses in each mask; NaN for a row without any."""
+  total = jnp.sum(jnp.where(masks, losses[None], 0.0), axis=2)
+  count = jnp.sum(masks.astype(jnp.float32), axis=2)
+  return jnp.where(count > 0, total / jnp.maximum(count, 1.0), jnp.nan)
+
+
+def _losses(
+  model: Model,
+  params: PyTree,
+  hidden: Float[Array, "B S E"],
+  targets: Int[Array, "B S"],
+) -> Float[Array, "B S"]:
+  """-ln p of a target at each position.
+
+  The logits of all positions would take V / E times the memory of the hidden
+  states. Therefore they are computed for a few positions at a time, and again
+  for the gradient.
   """
   import optax
 
@@ -196,25 +245,21 @@ def _mean_nll(
   width = min(max(_AT_ONCE // rows, 1), length)
 
   @jax.checkpoint
-  def part(start: Int[Array, ""]) -> Float[Array, "M B"]:
-    # The last part may overlap the one before.
-    begin = jnp.minimum(start, length - width)
+  def part(start: Int[Array, ""]) -> Float[Array, "B W"]:
     part_hidden, labels = (
-      jax.lax.dynamic_slice_in_dim(x, begin, width, axis=1)
+      jax.lax.dynamic_slice_in_dim(x, start, width, axis=1)
       for x in (hidden, targets)
     )
-    masks = jax.lax.dynamic_slice_in_dim(predicted, begin, width, axis=2)
-    index = begin + jnp.arange(width, dtype=jnp.int32)
-    masks &= (index >= start)[None, None]
     logits = model.logits(params, part_hidden)
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
-    return jnp.sum(jnp.where(masks, losses[None], 0.0), axis=2)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels)
 
   starts = jnp.arange(0, length, width, dtype=jnp.int32)
   # One part after another: vmap would hold the logits of all of them.
-  total = jnp.sum(jax.lax.map(part, starts), axis=0)
-  count = jnp.sum(predicted.astype(jnp.float32), axis=2)
-  return jnp.where(count > 0, total / jnp.maximum(count, 1.0), jnp.nan)
+  parts = jax.lax.map(part, jnp.minimum(starts, length - width))
+  before = jnp.swapaxes(parts[:-1], 0, 1).reshape(rows, -1)
+  # The last part may overlap the one before.
+  rest = length - before.shape[1]
+  return jnp.concatenate([before, parts[-1][:, width - rest :]], axis=1)
 
 
 @functools.partial(jax.jit, static_argnames=("model",))
@@ -238,6 +283,23 @@ def _answer_nll(
   answers: Int[Array, "B A"],
   answer_lengths: Int[Array, " B"],
 ) -> Float[Array, " B"]:
+  losses = _token_nll(
+    model, params, cache, tokens, question_lengths, answers, answer_lengths
+  )
+  index = jnp.arange(answers.shape[1], dtype=jnp.int32)[None]
+  return _mean(losses, (index < answer_lengths[:, None])[None])[0]
+
+
+@functools.partial(jax.jit, static_argnames=("model",))
+def _token_nll(
+  model: Model,
+  params: PyTree,
+  cache: Cache,
+  tokens: Int[Array, "B S"],
+  question_lengths: Int[Array, " B"],
+  answers: Int[Array, "B A"],
+  answer_lengths: Int[Array, " B"],
+) -> Float[Array, "B A"]:
   width = tokens.shape[1]
   capacities = [
     None if stack.capacity is None else stack.capacity + width
@@ -252,5 +314,4 @@ def _answer_nll(
   # The first is the question's last token, which predicts the answer's first.
   places = jnp.minimum(question_lengths[:, None] - 1 + index, width - 1)
   hidden = jnp.take_along_axis(hidden, places[..., None], axis=1)
-  masks = (index < answer_lengths[:, None])[None]
-  return _mean_nll(model, params, hidden, answers, masks)[0]
+  return _losses(model, params, hidden, answers)
