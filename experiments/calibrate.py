@@ -39,25 +39,31 @@ Source: Chari and Van Durme, arXiv 2507.08143, Section 3.4.
 """
 
 import dataclasses
-import math
 import pathlib
 import shlex
 import time
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, cast
 
-from absl import flags, logging
+from absl import flags
 
 import kvjax
 from kvjax import models
+from kvjax.calibration.curve import check_tau
 from kvjax.calibration.fields import Preset
-from kvjax.calibration.record import check_tau
 from kvjax.errors import InputError
 from kvjax.experiments import cli
 from kvjax.experiments.benchmarks import essays
 from kvjax.experiments.benchmarks.ruler import generator
-from kvjax.experiments.calibration import dry_run, fits, measuring, writing
-from kvjax.experiments.calibration.fits import PAPER, PREFILL
+from kvjax.experiments.calibration import (
+  dry_run,
+  fits,
+  measuring,
+  notes,
+  writing,
+)
+from kvjax.experiments.calibration.answers import TokenWeights
+from kvjax.experiments.calibration.fits import PAPER, PREFILL, RECITE
 from kvjax.experiments.calibration.measuring import Measurement, Measurements
 from kvjax.experiments.inputs import (
   dry_run_inputs,
@@ -68,7 +74,6 @@ from kvjax.experiments.inputs import (
   text_inputs,
 )
 from kvjax.experiments.inputs.passed_on import passed_on
-from kvjax.experiments.report import wording
 from kvjax.experiments.run import environment, multihost, outputs, results
 from kvjax.experiments.run.candidates import (
   DEFAULT,
@@ -106,8 +111,8 @@ _SAMPLES = flags.DEFINE_integer(
 _OTHERS = flags.DEFINE_integer(
   "others",
   12,
-  "Other samples per task and length, to test what the curves of "
-  "--rule=prefill keep; 0: test them by cross-validation.",
+  "Other samples per task and length, to test what --rule=prefill and "
+  "--rule=recite keep; 0: test them on --samples.",
   lower_bound=0,
   upper_bound=run_inputs.MOST_SAMPLES,
 )
@@ -134,8 +139,10 @@ _RETENTION = flags.DEFINE_list(
 _RULE = flags.DEFINE_enum(
   "rule",
   PREFILL,
-  [PREFILL, PAPER],
-  "paper: Compactor's rule; prefill: a rule on more of what the prefill tells.",
+  [PREFILL, RECITE, PAPER],
+  "paper: Compactor's rule; prefill: a rule on more of what the prefill tells; "
+  "recite: what the caches of all --retention recite of the context, which "
+  "takes a pass over it for each, whenever a context is compressed.",
 )
 _HEADS = flags.DEFINE_enum(
   "heads",
@@ -176,13 +183,15 @@ def main() -> None:
     processes = Processes(folder, environment.device(devices), began)
     run = _Run(lm, choice.tasks, lengths, texts, settings, folder, processes)
     drawn = run.draw()
+    if _RULE.value == RECITE:
+      run = run._replace(weights=TokenWeights.of(lm, drawn[_TRIPLES]))
     measuring.check(lm, chosen, drawn[_TRIPLES])
     steps = {file: run.step(file, chosen, drawn[file]) for file in drawn}
     works = [step.work for step in steps.values()]
-    dry_run.announce(lm, works)
+    dry_run.announce(lm, works, run.weights)
     if dry_run_inputs.DRY_RUN.value:
       with progress_bar(None, transient=True):
-        foreseen = dry_run.foresee(lm, works)
+        foreseen = dry_run.foresee(lm, works, run.weights)
       say(str(foreseen))
       return
     if note := _too_few(len(choice.tasks) * len(lengths)):
@@ -215,7 +224,7 @@ class _Step(NamedTuple):
 
 
 class _Run(NamedTuple):
-  """The model, data and settings of a run."""
+  """The model, data and settings of a run; weights for --rule=recite."""
 
   lm: models.Pretrained
   tasks: Sequence[str]
@@ -224,6 +233,7 @@ class _Run(NamedTuple):
   settings: results.Settings
   folder: pathlib.Path
   processes: Processes
+  weights: TokenWeights | None = None
 
   def draw(self) -> dict[str, results.Samples]:
     """Draws the samples of each task for each file, with seeds of their own."""
@@ -265,6 +275,7 @@ class _Run(NamedTuple):
       fits.Sets(measured[_TRIPLES], measured.get(_MORE, []), measured[_HELD]),
       cast(Preset, _RULE.value),
       fits.Origin(self.settings.weights, self._data, self.settings.seed),
+      () if self.weights is None else self.weights.pairs,
     )
     if _RULE.value == PAPER:
       # Its retentions are not among the measured ones.
@@ -282,12 +293,7 @@ class _Run(NamedTuple):
     )
     keys = wanted(chosen, samples)
     check_hosts(settings, keys)
-    store = Measurements(
-      self.folder / file, settings, Measurement, "measurement"
-    )
-    logging.info(
-      "%s has %d measurements already", self.folder / file, len(store.records)
-    )
+    store = measuring.stored(self.folder / file, settings, self.weights)
     batch = run_inputs.batch()
     work = pending(self.lm, chosen, samples, store, batch, apart=True)
     return _Step(store, keys, work)
@@ -302,34 +308,24 @@ class _Run(NamedTuple):
         advance(task, count)
         self.processes.note()
 
-      measuring.measure(self.lm, step.work, step.store, on_measured)
+      measuring.measure(
+        self.lm, step.work, step.store, on_measured, self.weights
+      )
     return [step.store.records[key] for key in step.keys]
 
 
 def _others() -> int:
   """The number of other samples of a task; the paper's rule needs none."""
-  return _OTHERS.value if _RULE.value == PREFILL else 0
+  return 0 if _RULE.value == PAPER else _OTHERS.value
 
 
 def _too_few(parts: int) -> str:
-  """Says if the promises of n contexts, at most n / (n + 1), are below tau.
-
-  Args:
-    parts: number of tasks times that of lengths.
-  """
-  tau = _TAU.value
-  if _RULE.value == PAPER or tau == 1:
+  """Says if there are too few contexts to promise --tau."""
+  if _RULE.value == PAPER:
     return ""
   others = _others()
   flag, count = ("others", others) if others else ("samples", _SAMPLES.value)
-  needed = math.ceil(tau / (1 - tau) - 1e-9)
-  if count * parts >= needed:
-    return ""
-  return (
-    f"{wording.count(count * parts, 'context')} of --{flag} cannot promise "
-    f"--tau={tau:g}, so every context is kept whole; {needed} can, as "
-    f"--{flag}={math.ceil(needed / parts)} draws."
-  )
+  return notes.too_few(_TAU.value, flag, count, parts)
 
 
 def _trials(records: str) -> str:

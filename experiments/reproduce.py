@@ -25,7 +25,7 @@ from collections.abc import Mapping, Sequence
 
 from absl import flags
 
-from kvjax.calibration.record import check_tau
+from kvjax.calibration.curve import check_tau
 from kvjax.errors import InputError
 from kvjax.experiments import cli
 from kvjax.experiments.benchmarks import hub

@@ -49,6 +49,7 @@ from kvjax.engine.prefill import prefill as prefill
 from kvjax.engine.prefill import sweep as sweep
 from kvjax.engine.query_statistics import QueryStatistics as QueryStatistics
 from kvjax.engine.query_statistics import calibrate_queries as calibrate_queries
+from kvjax.engine.recitation import recited as recited
 from kvjax.engine.rerotation import RotaryModel as RotaryModel
 from kvjax.engine.sampling import Sampling as Sampling
 from kvjax.engine.stream import Stream as Stream

@@ -4,7 +4,8 @@ import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from kvjax.experiments.calibration.measuring import answer_of, measure_batch
+from kvjax.experiments.calibration.answers import TokenWeights, answer_of
+from kvjax.experiments.calibration.measuring import measure_batch
 from kvjax.experiments.report import wording
 from kvjax.experiments.run import multihost
 from kvjax.experiments.run.comparison import Work
@@ -37,15 +38,28 @@ class Foreseen(NamedTuple):
     return counted if self.pace is None else f"{counted} {self.pace}"
 
 
-def announce(lm: Pretrained, works: Sequence[Work]) -> None:
-  """Says on stderr what is left to do, and about how long it takes."""
-  seconds = sum(_estimate(lm, work).seconds for work in works if work.batches)
+def announce(
+  lm: Pretrained, works: Sequence[Work], weights: TokenWeights | None = None
+) -> None:
+  """Says on stderr what is left to do, and about how long it takes.
+
+  Args:
+    lm: the model.
+    works: the steps.
+    weights: as for `measuring.measure`.
+  """
+  recites = weights is not None
+  seconds = sum(
+    _estimate(lm, work, recites).seconds for work in works if work.batches
+  )
   if seconds and multihost.is_first():
     print(f"{_count(works)} {Estimate(seconds)}", file=sys.stderr)
 
 
-def foresee(lm: Pretrained, works: Sequence[Work]) -> Foreseen:
-  """Counts what is left to do, and measures a batch twice."""
+def foresee(
+  lm: Pretrained, works: Sequence[Work], weights: TokenWeights | None = None
+) -> Foreseen:
+  """Counts what is left to do, and measures a batch twice; see `announce`."""
   counted = _count(works)
   batches = [one for work in works for one in work.batches]
   if batches:
@@ -53,7 +67,7 @@ def foresee(lm: Pretrained, works: Sequence[Work]) -> Foreseen:
     sizes = [shape.rows * shape.context for shape, _ in batches]
 
     def measure() -> None:
-      for _ in measure_batch(lm, work.candidates, *work.batches[0]):
+      for _ in measure_batch(lm, work.candidates, *work.batches[0], weights):
         pass
 
     pace = Pace.measure(
@@ -73,12 +87,16 @@ def _count(works: Sequence[Work]) -> Foreseen:
   return Foreseen(len(contexts), sum(map(len, contexts)), measurements, None)
 
 
-def _estimate(lm: Pretrained, work: Work) -> Estimate:
-  """Estimates a step, whose caches read questions and answers at once."""
+def _estimate(lm: Pretrained, work: Work, recites: bool) -> Estimate:
+  """Estimates a step, whose caches read questions and answers at once.
+
+  If they recite, they read their context, too.
+  """
   batches = []
   for shape, asked in work.batches:
     fed = max(
       len(q.prompts[0].question) + len(answer_of(lm, *q.samples)) for q in asked
     )
+    fed += shape.context if recites else 0
     batches.append(Batch(shape.rows, shape.context, fed, steps=0))
   return estimate(lm, work.candidates, batches)

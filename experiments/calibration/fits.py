@@ -17,6 +17,7 @@ from kvjax.experiments.run.candidates import Candidate
 
 PAPER: Preset = "paper"
 PREFILL: Preset = "prefill"
+RECITE: Preset = "recite"
 
 
 class Sets(NamedTuple):
@@ -86,7 +87,7 @@ class Fitted:
     budget = kvjax.Calibrated(self.calibration, tau)
     result = []
     for of_context in by_context(self.sets.held_out):
-      (share,) = budget.retentions(features(of_context[:1]))
+      (share,) = budget.retentions(of_one(of_context))
       result.append(_at(of_context, float(share)))
     return result
 
@@ -191,9 +192,13 @@ def ratio(preset: Preset, measurement: Measurement) -> float:
 
 
 def fit(
-  chosen: Sequence[Candidate], sets: Sets, preset: Preset, origin: Origin
+  chosen: Sequence[Candidate],
+  sets: Sets,
+  preset: Preset,
+  origin: Origin,
+  token_weights: tuple[tuple[int, float], ...] = (),
 ) -> list[Fitted]:
-  """Fits a calibration for each method, in order."""
+  """Fits a calibration for each method, in order; see `kvjax.calibrate`."""
   fitted = []
   for name, plan in {c.method: c.plan for c in chosen}.items():
     of_method = sets.of(name)
@@ -207,6 +212,7 @@ def fit(
       others=triples(preset, others) if others else None,
       data=origin.data,
       seed=origin.seed,
+      token_weights=token_weights,
     )
     fitted.append(Fitted(name, plan, calibration, of_method))
   return fitted
@@ -238,7 +244,7 @@ def triples(
     context=np.array([numbers[_context(m)] for m in measurements]),
     task=[m.task for m in measurements],
     evicts=np.array([m.kept_tokens < m.context_tokens for m in measurements]),
-    **{name: _column(measurements, name) for name in OF_SCORES},
+    **{name: _column(measurements, name) for name in (*OF_SCORES, "recited")},
   )
 
 
@@ -252,6 +258,15 @@ def features(measurements: Sequence[Measurement]) -> kvjax.Features:
       np.array([getattr(m, name) for m in measurements], np.float64)
       for name in OF_SCORES
     ),
+  )
+
+
+def of_one(of_context: Sequence[Measurement]) -> kvjax.Features:
+  """Returns what is known about a context from all of its measurements."""
+  ascending = sorted(of_context, key=lambda m: m.retention)
+  recited = _column(ascending, "recited")
+  return features(of_context[:1])._replace(
+    recited=None if recited is None else recited[None]
   )
 
 

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import pathlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 
@@ -12,16 +13,15 @@ from jaxtyping import Float
 import kvjax
 from kvjax.engine.preparing import prepare
 from kvjax.errors import InputError
+from kvjax.experiments.calibration.answers import TokenWeights, answer_of
 from kvjax.experiments.run import prefilling
 from kvjax.experiments.run.batching import Context
 from kvjax.experiments.run.candidates import FULL, Candidate
 from kvjax.experiments.run.comparison import Work
 from kvjax.experiments.run.line_files import LineFile
 from kvjax.experiments.run.prompting import Prompt, Shape
-from kvjax.experiments.run.results import Asked, Samples
+from kvjax.experiments.run.results import Asked, Samples, Settings
 from kvjax.experiments.run.token_counts import TokenCounts
-from kvjax.experiments.tasks import niah
-from kvjax.experiments.tasks.sample import Sample
 from kvjax.hosts import read
 from kvjax.models.pretrained import Pretrained
 from kvjax.struct import tree_bytes
@@ -46,6 +46,9 @@ class Measurement(Asked):
     kurtosis: likewise.
     full: NLL of the correct answer given the full cache, likewise.
     kept: the same given the compressed cache.
+    recited: what the compressed cache recites of the context, as
+      `kvjax.recited` measures it; None if not measured.
+    recited_by: digest of the weights of tokens in `recited`.
   """
 
   nll: float
@@ -55,6 +58,8 @@ class Measurement(Asked):
   kurtosis: float | None
   full: float
   kept: float
+  recited: float | None = None
+  recited_by: str | None = None
 
   @property
   def nll_ratio(self) -> float:
@@ -72,8 +77,34 @@ class Measurement(Asked):
 Measurements = LineFile[Measurement]
 
 
+def stored(
+  path: pathlib.Path, settings: Settings, weights: TokenWeights | None = None
+) -> Measurements:
+  """Opens a file of measurements, the same on all hosts.
+
+  With weights, those that lack what is recited, or were taken with other
+  weights, are left out, to be taken again.
+
+  Raises:
+    InputError: see `LineFile`.
+  """
+  store = Measurements(path, settings, Measurement, "measurement")
+  if weights is not None:
+    store.records = {
+      key: measurement
+      for key, measurement in store.records.items()
+      if measurement.recited_by == weights.digest
+    }
+  logging.info("%s has %d measurements already", path, len(store.records))
+  return store
+
+
 def measure(
-  lm: Pretrained, work: Work, store: Measurements, on_new: OnNew
+  lm: Pretrained,
+  work: Work,
+  store: Measurements,
+  on_new: OnNew,
+  weights: TokenWeights | None = None,
 ) -> None:
   """Takes the measurements that are missing, and adds them as they come.
 
@@ -86,14 +117,16 @@ def measure(
       context of its own.
     store: where they are written.
     on_new: called on progress.
+    weights: of tokens, to measure what caches recite; None for not.
 
   Raises:
-    InputError: the measurements cannot be written.
+    InputError: the measurements cannot be written, or a context is too long to
+      be recited.
   """
 
   def measured(one: tuple[Shape, list[Context]]) -> Iterator[list[Measurement]]:
     began = time.monotonic()
-    found = list(measure_batch(lm, work.candidates, *one))
+    found = list(measure_batch(lm, work.candidates, *one, weights))
     logging.info(
       "Measured %d contexts of up to %d tokens with %d caches in %.1f s",
       *(len(one[1]), one[0].context, len(work.candidates)),
@@ -108,21 +141,14 @@ def measure(
       on_new(task, count)
 
 
-def answer_of(lm: Pretrained, sample: Sample) -> list[int]:
-  """Encodes the correct answer to a sample."""
-  # Of alternatives, such as those of several annotators, the first counts.
-  alternatives = sample.metric == "string_match_part"
-  answers = sample.answers[:1] if alternatives else sample.answers
-  return lm.text.encode(f" {niah.listing(answers)}")
-
-
 def measure_batch(
   lm: Pretrained,
   chosen: Sequence[Candidate],
   shape: Shape,
   questions: Sequence[Context],
+  weights: TokenWeights | None = None,
 ) -> Iterator[Measurement]:
-  """Yields the measurements of a batch, by candidate and row."""
+  """Yields the measurements of a batch, by candidate and row; see `measure`."""
   rows = [*questions, *[questions[-1]] * (shape.rows - len(questions))]
   contexts = [one.prompts[0].context for one in rows]
   per_query_head = chosen[0].plan.per_query_head
@@ -135,6 +161,7 @@ def measure_batch(
   swept = kvjax.measured_sweep(
     lm.model, lm.params, prefilling.with_request(lm, plans, prompts), plans
   )
+  recited = _recited(lm, prompts, swept.caches, weights)
   likelihoods = _likelihoods(lm, swept.caches, rows, shape)
   for index, candidate in enumerate(all_candidates[1:], start=1):
     features = swept.features[index]
@@ -164,6 +191,8 @@ def measure_batch(
         kurtosis=_finite(features.kurtosis, row),
         full=float(likelihoods[0][row]),
         kept=float(likelihoods[index][row]),
+        recited=_finite(None if recited is None else recited[index - 1], row),
+        recited_by=None if weights is None else weights.digest,
       )
 
 
@@ -172,6 +201,25 @@ def _finite(values: Float[np.ndarray, " B"] | None, row: int) -> float | None:
   if values is None or not np.isfinite(values[row]):
     return None
   return float(values[row])
+
+
+def _recited(
+  lm: Pretrained,
+  prompts: kvjax.Prompts,
+  caches: Sequence[kvjax.Cache],
+  weights: TokenWeights | None,
+) -> Float[np.ndarray, "P B"] | None:
+  """Computes what all caches but the first recite, if there are weights."""
+  if weights is None:
+    return None
+  return kvjax.recited(
+    lm.model,
+    lm.params,
+    prefilling.asked_to_repeat(lm, prompts),
+    caches[0],
+    caches[1:],
+    dict(weights.pairs),
+  )
 
 
 def _likelihoods(

@@ -5,12 +5,14 @@ from collections.abc import Sequence
 
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Float
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+import kvjax
 from kvjax.calibration.curve import quality
 from kvjax.calibration.shape import shaped
-from kvjax.experiments.calibration.fits import Fitted, features
+from kvjax.experiments.calibration.fits import RECITE, Fitted, features
 from kvjax.experiments.calibration.measuring import Measurement
 from kvjax.experiments.report import figures, formats
 from kvjax.experiments.report.lines import Point, styled
@@ -24,7 +26,8 @@ def ratio_curves(fitted: Sequence[Fitted], title: str) -> Figure:
   """Plots quality against retention: a panel per method, a color per task.
 
   Points are means over samples; the line is the fitted curve of the task's mean
-  kc. After Figure 6 of Chari and Van Durme.
+  kc or, by rule "recite", the mean of what is recited. After Figure 6 of Chari
+  and Van Durme.
   """
   columns = min(_COLUMNS, len(fitted))
   rows = -(-len(fitted) // columns)
@@ -76,17 +79,12 @@ def retention_bars(fitted: Sequence[Fitted], tau: float, title: str) -> Figure:
 
 
 def _draw_curves(axes: Axes, method: Fitted) -> None:
-  shares = np.linspace(0.0, 1.0, 101, dtype=np.float32)
   line = method.calibration
   for index, task in enumerate(_tasks(method.sets.triples)):
     of_task = [m for m in method.sets.triples if m.task == task]
-    kc = np.float32(np.mean(line.curvature(features(of_task))))
-    shape = tuple(zip(line.grid, line.shape, strict=True)) if line.shape else ()
-    bent = jnp.asarray(shaped(shares, shape), jnp.float32)
-    fitted = quality(bent, jnp.full(shares.shape, kc))
     places = method.mean_ratios(of_task)
     style = styled(task, [Point(*place) for place in places], index)
-    axes.plot(shares, np.asarray(fitted), color=style.color, linewidth=1)
+    axes.plot(*_predicted(line, of_task), color=style.color, linewidth=1)
     axes.plot(
       *zip(*places, strict=True),
       style.marker,
@@ -98,6 +96,23 @@ def _draw_curves(axes: Axes, method: Fitted) -> None:
   axes.set_ylim(-0.03, 1.2)
   name = formats.at_options(method.name, 28)
   figures.finish(axes, "retention", title=name, grid="both")
+
+
+def _predicted(
+  line: kvjax.Calibration, of_task: Sequence[Measurement]
+) -> tuple[Float[np.ndarray, " R"], Float[np.ndarray, " R"]]:
+  """Returns retentions, and the quality there that a rule expects of a task."""
+  if line.preset == RECITE:
+    recited = [
+      [m.recited for m in of_task if m.retention == share]
+      for share in line.grid
+    ]
+    return np.array(line.grid), np.mean(np.array(recited, np.float64), axis=1)
+  shares = np.linspace(0.0, 1.0, 101, dtype=np.float32)
+  kc = np.float32(np.mean(line.curvature(features(of_task))))
+  shape = tuple(zip(line.grid, line.shape, strict=True)) if line.shape else ()
+  bent = jnp.asarray(shaped(shares, shape), jnp.float32)
+  return shares, np.asarray(quality(bent, jnp.full(shares.shape, kc)))
 
 
 def _tasks(measurements: Sequence[Measurement]) -> list[str]:

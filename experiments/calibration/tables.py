@@ -8,6 +8,15 @@ from kvjax.experiments.report.formats import Table
 
 _Rows = Sequence[Mapping[str, Any]]
 
+# How each rule chooses a retention.
+_RULES = {
+  "prefill": "The retention is the least measured one at which the curve of "
+  "kc, which bends the mean quality, reaches the target.",
+  "paper": "The retention is that at which the curve of kc reaches tau.",
+  "recite": "The retention is the least measured one from which on the caches "
+  "recite the context with the quality of the target, where tokens count as "
+  "much as those like them were in answers.",
+}
 # Said before the command that compares scores.
 TRIALS = "Whether scores of tasks stay equal over seeds, within 5 points:"
 
@@ -50,6 +59,7 @@ def markdown(summary: Mapping[str, Any], plots: Sequence[str]) -> str:
     f"# {formats.escaped(title(summary))}",
     formats.escaped(circumstances(summary)),
     f"Data: {formats.escaped(wording.data(summary))}.",
+    _RULES[summary["rule"]],
     *tables(summary),
     *(f"![{name}]({name})" for name in plots),
     TRIALS,
@@ -91,13 +101,11 @@ def _rules(rows: _Rows) -> Table:
   tasks = list(rows[0]["tasks"])
   lines = []
   for row in rows:
-    terms = [(" NLL", row["alpha"]), ("", row["beta"])]
-    terms += [(f" {name}", slope) for name, slope in row["slopes"]]
     r2 = dict(row["r2"])
     lines.append(
       [
         row["method"],
-        " ".join(f"{_signed(slope)}{name}" for name, slope in terms),
+        _kc(row),
         f"{row['error']:.3f}",
         *(_r2(r2.get(task)) for task in tasks),
       ]
@@ -105,6 +113,15 @@ def _rules(rows: _Rows) -> Table:
   names = [task.removeprefix("niah_") for task in tasks]
   header = ["method", "kc", "error", *names]
   return Table("rules, and R2 by task", header, lines)
+
+
+def _kc(row: Mapping[str, Any]) -> str:
+  """Formats the sum that is kc, as in `+1.5 NLL −7`; nothing without one."""
+  if row["preset"] == "recite":
+    return wording.NOTHING
+  terms = [(" NLL", row["alpha"]), ("", row["beta"])]
+  terms += [(f" {name}", slope) for name, slope in row["slopes"]]
+  return " ".join(f"{_signed(slope)}{name}" for name, slope in terms)
 
 
 def _r2(value: float | None) -> str:

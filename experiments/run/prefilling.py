@@ -8,6 +8,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 import kvjax
+from kvjax.engine.plan_fit import repeats
 from kvjax.models.pretrained import Pretrained
 
 
@@ -44,9 +45,12 @@ def prefill_all(
 def with_request(
   lm: Pretrained, plans: Sequence[kvjax.Plan], contexts: kvjax.Prompts
 ) -> kvjax.Prompts:
-  """Adds the request to repeat the contexts, if a method replays them."""
-  if all(plan.method.traits.replay is None for plan in plans):
-    return contexts
+  """Adds the request to repeat the contexts, if a plan needs it."""
+  return asked_to_repeat(lm, contexts) if any(map(repeats, plans)) else contexts
+
+
+def asked_to_repeat(lm: Pretrained, contexts: kvjax.Prompts) -> kvjax.Prompts:
+  """Adds the request to repeat the contexts."""
   request = kvjax.RepeatRequest.of(lm.text)
   return dataclasses.replace(contexts, repeat_request=request)
 

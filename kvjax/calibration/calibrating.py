@@ -1,19 +1,21 @@
 """Calibration from measurements."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 from jaxtyping import Float
 
 from kvjax.calibration.conformal import add_promises
-from kvjax.calibration.features import Features
+from kvjax.calibration.features import SINGLE
 from kvjax.calibration.fields import Preset
 from kvjax.calibration.fitting import PAPER, Fit, Rule, fit
 from kvjax.calibration.measured import Triples
 from kvjax.calibration.record import Calibration
 from kvjax.calibration.rules import choose, cross_validate, folds, r2_by_task
 from kvjax.calibration.shape import shaped
+from kvjax.errors import InputError
 
 
 def calibrate(
@@ -26,13 +28,16 @@ def calibrate(
   others: Triples | None = None,
   data: str = "",
   seed: int = 0,
+  token_weights: tuple[tuple[int, float], ...] = (),
 ) -> Calibration:
   """Fits a calibration.
 
   Preset "prefill" chooses the features, and how far they tell contexts apart,
   by R2 on held-out contexts, and fits by least squares. There, qualities above
   1 count as 1. Preset "paper" fits Compactor's two parameters with its
-  asymmetric loss, and promises nothing.
+  asymmetric loss, and promises nothing. Preset "recite" fits nothing: what is
+  recited stands for the quality, capped as well, and only the promises are
+  found.
 
   Args:
     triples: measured with the model and the method.
@@ -41,13 +46,17 @@ def calibrate(
     per_query_head: whether each query head selected its own tokens.
     preset: the rule; see `Calibration`.
     others: measurements of other contexts at the same retentions. They tell R2
-      and, for preset "prefill", the promises of the curve. Without them, both
-      are cross-validated, or unknown for a single context.
+      and, except for preset "paper", the promises. Without them, both are
+      cross-validated, or unknown for a single context; those of preset "recite"
+      are then of the fitted contexts.
     data: the measured tasks and texts in words.
     seed: seed of the measured samples.
+    token_weights: for preset "recite", the weights that it was measured with;
+      see `Calibration`.
 
   Raises:
-    InputError: see `fit`, `choose` and `add_promises`.
+    InputError: see `fit`, `choose` and `add_promises`; for preset "recite",
+      nothing is measured that was recited.
 
   Examples:
     >>> import numpy as np
@@ -64,22 +73,11 @@ def calibrate(
     >>> calibration.triples
     4
   """
-  if preset == "prefill":
+  if preset != "paper":
     triples = triples.capped
     others = None if others is None else others.capped
-  rule = PAPER if preset == "paper" else choose(triples)
-  fitted = fit(triples, rule)
-  grid = np.unique(triples.retention)
-  r2: tuple[tuple[str, float], ...] = ()
-  several = len(np.unique(triples.contexts)) > 1
-  if others is not None:
-    r2 = r2_by_task(fitted.predict(others), others)
-  elif several:
-    r2 = r2_by_task(cross_validate(triples, rule), triples)
-  measured = [x for x in (triples, others) if x is not None]
-  calibration = Calibration(
-    alpha=fitted.alpha,
-    beta=fitted.beta,
+  record = functools.partial(
+    Calibration,
     model_id=model_id,
     method=str(method),
     per_query_head=per_query_head,
@@ -87,16 +85,47 @@ def calibrate(
       min(float(triples.ratio.min()), 1.0),
       min(float(triples.ratio.max()), 1.0),
     ),
-    error=fitted.error,
     triples=len(triples.ratio),
     preset=preset,
-    slopes=fitted.slopes,
-    ranges=_ranges(measured),
-    grid=tuple(grid.tolist()),
-    shape=_at(fitted, grid),
-    r2=r2,
+    grid=tuple(np.unique(triples.retention).tolist()),
     data=data,
     seed=seed,
+  )
+  if preset == "recite":
+    return _reciting(record, triples, others, token_weights)
+  return _fitted(record, triples, others, preset)
+
+
+def _fitted(
+  record: Callable[..., Calibration],
+  triples: Triples,
+  others: Triples | None,
+  preset: Preset,
+) -> Calibration:
+  """Fits a curve, and adds its promises.
+
+  Args:
+    record: makes the calibration of its other fields.
+    triples: see `calibrate`.
+    others: likewise.
+    preset: the rule, "paper" or "prefill".
+  """
+  rule = PAPER if preset == "paper" else choose(triples)
+  fitted = fit(triples, rule)
+  r2: tuple[tuple[str, float], ...] = ()
+  several = len(np.unique(triples.contexts)) > 1
+  if others is not None:
+    r2 = r2_by_task(fitted.predict(others), others)
+  elif several:
+    r2 = r2_by_task(cross_validate(triples, rule), triples)
+  calibration = record(
+    alpha=fitted.alpha,
+    beta=fitted.beta,
+    error=fitted.error,
+    slopes=fitted.slopes,
+    ranges=_ranges(SINGLE, triples, others),
+    shape=_at(fitted, np.unique(triples.retention)),
+    r2=r2,
   )
   # Promises need contexts that the curve was not fitted to.
   if preset == "paper" or (others is None and not several):
@@ -104,6 +133,33 @@ def calibrate(
   if others is not None:
     return add_promises(calibration, [(calibration, others)])
   return add_promises(calibration, list(_folds(calibration, triples, rule)))
+
+
+def _reciting(
+  record: Callable[..., Calibration],
+  triples: Triples,
+  others: Triples | None,
+  token_weights: tuple[tuple[int, float], ...],
+) -> Calibration:
+  """Takes what is recited for the quality, and adds what that promises.
+
+  Arguments are those of `_fitted` and `calibrate`.
+  """
+  tested = triples if others is None else others
+  if triples.recited is None or tested.recited is None:
+    raise InputError(
+      'Preset "recite" needs triples with what was recited; measure it with '
+      "kvjax.recited."
+    )
+  calibration = record(
+    alpha=0.0,
+    beta=0.0,
+    error=float(np.sqrt(np.mean((triples.recited - triples.ratio) ** 2))),
+    ranges=_ranges(("length",), triples, others),
+    r2=r2_by_task(tested.recited, tested),
+    token_weights=token_weights,
+  )
+  return add_promises(calibration, [(calibration, tested)])
 
 
 def _folds(
@@ -129,12 +185,12 @@ def _at(fitted: Fit, grid: Float[np.ndarray, " R"]) -> tuple[float, ...]:
 
 
 def _ranges(
-  measured: Sequence[Triples],
+  names: Sequence[str], *measured: Triples | None
 ) -> tuple[tuple[str, float, float], ...]:
   """Minimum and maximum of the features that were measured for all triples."""
   ranges = []
-  for name in Features._fields:
-    columns = [getattr(triples, name) for triples in measured]
+  for name in names:
+    columns = [getattr(triples, name) for triples in measured if triples]
     if any(column is None for column in columns):
       continue
     values = np.concatenate(columns)

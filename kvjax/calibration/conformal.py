@@ -61,15 +61,16 @@ def promises(
 def add_promises(
   calibration: Calibration, tests: Sequence[tuple[Calibration, Triples]]
 ) -> Calibration:
-  """Adds what a curve of preset "prefill" promises for a fine grid of targets.
+  """Adds what a rule promises for a fine grid of targets.
 
-  The curve's retentions are measured ones, so that contexts which were measured
-  at all of them tell the quality at every target without being measured again.
-  Targets that promise no more than a lower one are left out.
+  Except for preset "paper", its retentions are measured ones, so that contexts
+  which were measured at all of them tell the quality at every target without
+  being measured again. Targets that promise no more than a lower one are left
+  out.
 
   Args:
-    calibration: the curve.
-    tests: pairs of a curve and measurements, at the retentions of the grid, of
+    calibration: the rule.
+    tests: pairs of a rule and measurements, at the retentions of the grid, of
       contexts that it was not fitted to. For the theorem to hold exactly, the
       curve is `calibration`. In cross-validation, each is fitted to the other
       contexts, and almost equals `calibration`.
@@ -92,10 +93,10 @@ def _test(
   calibration: Calibration, triples: Triples
 ) -> tuple[Float[np.ndarray, "Q C"], Bool[np.ndarray, "Q C"]]:
   """Returns the quality of contexts, and whether tokens go, at each target."""
-  ratios, evicts = _by_retention(calibration, triples)
+  ratios, evicts, recited = _by_retention(calibration, triples)
   first = np.unique(triples.contexts, return_index=True)[1]
-  features = triples.select(first).features
-  # This preset's retentions are those of the grid: look up what was measured.
+  features = triples.select(first).features._replace(recited=recited)
+  # These presets' retentions are those of the grid: look up what was measured.
   grid = np.array([*calibration.grid, 1.0])
   contexts = np.arange(len(first))
   places = [
@@ -110,10 +111,14 @@ def _test(
 
 def _by_retention(
   calibration: Calibration, triples: Triples
-) -> tuple[Float[np.ndarray, "C R"], Bool[np.ndarray, "C R"]]:
-  """Arranges qualities, and whether tokens were evicted, by context.
+) -> tuple[
+  Float[np.ndarray, "C R"],
+  Bool[np.ndarray, "C R"],
+  Float[np.ndarray, "C _"] | None,
+]:
+  """Arranges qualities, whether tokens were evicted, and recitals, by context.
 
-  The last column is the whole context, whose quality is 1.
+  The last column is the whole context, whose quality is 1; recitals lack it.
   """
   grid = np.array(calibration.grid)
   contexts = np.unique(triples.contexts, return_inverse=True)[1]
@@ -138,4 +143,8 @@ def _by_retention(
       "Every context must be measured once at each retention; one was measured "
       "twice."
     )
-  return ratios, evicts
+  if triples.recited is None:
+    return ratios, evicts, None
+  recited = np.empty(shape)
+  recited[contexts, place] = triples.recited
+  return ratios, evicts, recited

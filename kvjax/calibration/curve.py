@@ -4,6 +4,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from kvjax.errors import InputError
+from kvjax.options.bounds import check_number
+
 # For smaller kc, the series of the curve is exact to 1e-9.
 _NEAR_ZERO = 1e-4
 
@@ -58,3 +61,17 @@ def least_retention(
   bent_down = 1 + np.log(tau + (1 - tau) * np.exp(-positive)) / positive
   series = tau + tau * (1 - tau) * kc / 2
   return np.where(near_zero, series, np.where(kc < 0, bent_up, bent_down))
+
+
+def check_tau(tau: float) -> None:
+  """Refuses a tau that is not a share of quality.
+
+  Raises:
+    InputError: it is not above 0 and at most 1.
+  """
+  check_number("tau", tau)
+  if not 0 < tau <= 1:
+    raise InputError(
+      "tau is the share of quality that is to be left, above 0 and at most 1; "
+      f"{tau:g} is not."
+    )

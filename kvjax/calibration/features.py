@@ -31,6 +31,9 @@ class Features(NamedTuple):
     skewness: third standardized moment of the same scores, the mean of z^3 with
       z = (score - mean) / deviation; NaN or None as for `concentration`.
     kurtosis: fourth standardized moment, the mean of z^4; likewise.
+    recited: what caches of the grid's retentions recite of the prompt, from
+      `kvjax.recited`; None if not measured. No pass over the prompt alone tells
+      it.
   """
 
   nll: Float[np.ndarray, " B"]
@@ -39,6 +42,7 @@ class Features(NamedTuple):
   concentration: Float[np.ndarray, " B"] | None = None
   skewness: Float[np.ndarray, " B"] | None = None
   kurtosis: Float[np.ndarray, " B"] | None = None
+  recited: Float[np.ndarray, "B R"] | None = None
 
   def column(self, name: str) -> Float[np.ndarray, " B"]:
     """Returns one of `NAMES` in float64; NaN where it was not measured."""
@@ -48,6 +52,10 @@ class Features(NamedTuple):
     if values is None:
       return np.full(len(self.nll), np.nan)
     return np.asarray(values, np.float64)
+
+
+# Those of one number for each prompt, which may have a range.
+SINGLE = tuple(name for name in Features._fields if name != "recited")
 
 
 def score_shape(

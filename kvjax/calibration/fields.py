@@ -6,7 +6,7 @@ from typing import Any, Literal, get_args
 
 from kvjax.errors import InputError
 
-Preset = Literal["paper", "prefill"]
+Preset = Literal["paper", "prefill", "recite"]
 PRESETS = get_args(Preset)
 _LARGEST = 2**63
 # Shown of a wrong value.
@@ -37,6 +37,10 @@ def _is_pair(value: Any) -> bool:
   )
 
 
+def _is_weight(value: Any) -> bool:
+  return _is_pair(value) and _is_integer(value[0])
+
+
 def _is_list(of: Callable[[Any], bool]) -> Callable[[Any], bool]:
   return lambda value: isinstance(value, list) and all(map(of, value))
 
@@ -63,7 +67,10 @@ _KINDS: Mapping[str, Callable[[Any], bool]] = {
   "r2": _is_object(_is_number),
   "data": _is_string,
   "seed": _is_integer,
+  "token_weights": _is_list(_is_weight),
 }
+# Of fields that older files lack.
+_DEFAULTS: Mapping[str, Any] = {"token_weights": []}
 
 
 def to_json(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -83,6 +90,8 @@ def checked(saved: Any, path: str | os.PathLike[str]) -> dict[str, Any]:
     InputError: one is missing, unknown, or of another kind.
   """
   wrong = ""
+  if isinstance(saved, dict):
+    saved = saved | {k: v for k, v in _DEFAULTS.items() if k not in saved}
   if not isinstance(saved, dict):
     wrong = "it holds no fields"
   elif saved.keys() != _KINDS.keys():
@@ -105,4 +114,5 @@ def checked(saved: Any, path: str | os.PathLike[str]) -> dict[str, Any]:
     "grid": tuple(saved["grid"]),
     "shape": tuple(saved["shape"]),
     "r2": tuple(saved["r2"].items()),
+    "token_weights": tuple(map(tuple, saved["token_weights"])),
   }

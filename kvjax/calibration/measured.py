@@ -28,6 +28,8 @@ class Triples(NamedTuple):
     evicts: whether at least one token was evicted; None for all.
     skewness: see `Features`; None if not measured.
     kurtosis: likewise.
+    recited: what the cache recites of the context; see `kvjax.recited`. None if
+      not measured.
   """
 
   retention: Float[np.ndarray, " M"]
@@ -41,6 +43,7 @@ class Triples(NamedTuple):
   evicts: Bool[np.ndarray, " M"] | None = None
   skewness: Float[np.ndarray, " M"] | None = None
   kurtosis: Float[np.ndarray, " M"] | None = None
+  recited: Float[np.ndarray, " M"] | None = None
 
   def select(
     self, chosen: Bool[np.ndarray, " M"] | Int[np.ndarray, " Z"]

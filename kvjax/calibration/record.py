@@ -10,17 +10,17 @@ import numpy as np
 from jaxtyping import Float
 
 from kvjax import files
-from kvjax.calibration.curve import least_retention
-from kvjax.calibration.features import NAMES, Features
+from kvjax.calibration.curve import check_tau, least_retention
+from kvjax.calibration.features import NAMES, SINGLE, Features
 from kvjax.calibration.fields import PRESETS, Preset, checked, to_json
+from kvjax.calibration.ranges import in_range
+from kvjax.calibration.reciting import least_reciting
 from kvjax.errors import InputError, warn
-from kvjax.options.bounds import check_number, check_options
+from kvjax.options.bounds import check_options
 from kvjax.options.budgets import Rounding
 
 Path = str | os.PathLike[str]
 
-# A feature may exceed its measured range by this share before a warning.
-_SLACK = 0.1
 # A retention this much above a measured one is a rounding error.
 _EQUAL = 1e-9
 
@@ -42,12 +42,17 @@ class Calibration:
   same.
 
   Features outside their measured ranges are replaced by the nearest value in
-  range. A warning says if they are outside by more than a tenth. With preset
-  "prefill", such contexts keep everything: the nearest values together may be
-  those of no context at all, and slopes of opposite signs do not cancel then.
+  range. A warning says if they are outside by more than a tenth. Except with
+  preset "paper", such contexts keep everything: the nearest values together may
+  be those of no context at all, and slopes of opposite signs do not cancel.
+
+  Preset "recite" has no curve. The cache of each measured retention recites the
+  context (`kvjax.recited`), and the retention is the least one from which on
+  all recite at least tau.
 
   Source: Chari and Van Durme, arXiv 2507.08143, Section 3.4; the shape, the
-  further features and the choice among measured retentions are ours.
+  further features, the choice among measured retentions and preset "recite" are
+  ours.
 
   Attributes:
     alpha: slope of NLL(c), per nat.
@@ -62,7 +67,7 @@ class Calibration:
     promises: pairs of a target of the curve, ascending, and of the mean quality
       that contexts then keep, from `kvjax.calibration.conformal.promises`;
       empty if not measured.
-    preset: the rule, "paper" or "prefill".
+    preset: the rule, "paper", "prefill" or "recite".
     slopes: pairs of a further feature of `kvjax.calibration.features.NAMES` and
       its slope.
     ranges: minimum and maximum of measured features, as triples of a field of
@@ -74,6 +79,8 @@ class Calibration:
       task and its R2, and "all" for all tasks together.
     data: the measured tasks and texts in words.
     seed: seed of the measured samples.
+    token_weights: for preset "recite", token ids, ascending, and how much each
+      counts in what is recited, at most 1; if empty, all count the same.
 
   Examples:
     >>> import numpy as np
@@ -110,6 +117,7 @@ class Calibration:
   r2: tuple[tuple[str, float], ...] = ()
   data: str = ""
   seed: int = 0
+  token_weights: tuple[tuple[int, float], ...] = ()
 
   def __post_init__(self) -> None:
     numbers = (self.alpha, self.beta, *self.tau_range, self.error)
@@ -133,19 +141,38 @@ class Calibration:
     if (
       self.preset not in PRESETS
       or not {name for name, _ in self.slopes} <= {*NAMES}
-      or not {name for name, *_ in self.ranges} <= {*Features._fields}
+      or not {name for name, *_ in self.ranges} <= {*SINGLE}
       or not all(low <= high for _, low, high in self.ranges)
       or not all(a < b for a, b in itertools.pairwise(grid))
       or not all(a <= b for a, b in itertools.pairwise(shape))
-      or (self.preset == "prefill" and not self.grid)
+      or (self.preset != "paper" and not self.grid)
       or len(self.shape) != len(self.grid) * (self.preset == "prefill")
     ):
       raise InputError(
-        'A calibration must have preset "paper" or "prefill", slopes of '
-        f"{', '.join(NAMES)}, ranges of {', '.join(Features._fields)}, the "
+        f"A calibration must have one of the presets {', '.join(PRESETS)}, "
+        f"slopes of {', '.join(NAMES)}, ranges of {', '.join(SINGLE)}, the "
         "measured retentions ascending within 0 and 1 and, for preset "
         f'"prefill", a shape that never falls; that of {self.method:.80} does '
         "not."
+      )
+    self._check_reciting()
+
+  def _check_reciting(self) -> None:
+    """Refuses a curve with preset "recite", and token weights without it."""
+    ids = [-1, *(number for number, _ in self.token_weights)]
+    if self.preset == "recite":
+      wrong = bool(self.alpha or self.beta or self.slopes)
+    else:
+      wrong = bool(self.token_weights)
+    if (
+      wrong
+      or not all(a < b for a, b in itertools.pairwise(ids))
+      or not all(0 < weight <= 1 for _, weight in self.token_weights)
+    ):
+      raise InputError(
+        'Preset "recite" has no curve, and it alone has token_weights, of '
+        f"ascending ids and within 0 and 1; the calibration of "
+        f"{self.method:.80} is another."
       )
 
   def check(self, method: object, per_query_head: bool) -> None:
@@ -171,6 +198,9 @@ class Calibration:
   @property
   def formula(self) -> str:
     """The rule in words, as `kc = 2 NLL - 6 + 0.5 tail_nll`."""
+    if self.preset == "recite":
+      total = sum(weight for _, weight in self.token_weights)
+      return f"recited by {len(self.token_weights)} weights, {total:g} in all"
     terms = [(self.alpha, " NLL"), (self.beta, "")]
     terms += [(slope, f" {name}") for name, slope in self.slopes]
     text = "".join(
@@ -199,18 +229,31 @@ class Calibration:
       InputError: tau is not above 0 and at most 1.
     """
     check_tau(tau)
-    kc = self.curvature(self._in_range(features))
+    features = self._in_range(features)
+    kc = self.curvature(features)
+    if self.preset != "recite":
+      least = self._least_of_curve(kc, tau)
+    elif features.recited is not None:
+      least = least_reciting(features.recited, self.grid, tau)
+    else:
+      least = np.ones(kc.shape)
+    # At least one token is kept.
+    least = np.clip(least, 1 / np.asarray(features.length), 1.0)
+    return np.where(np.isfinite(kc), least, 1.0)
+
+  def _least_of_curve(
+    self, kc: Float[np.ndarray, " B"], tau: float
+  ) -> Float[np.ndarray, " B"]:
+    """The retention at which the curve reaches tau; any if kc is not finite."""
     known = np.isfinite(kc)
     least = least_retention(tau, np.where(known, kc, 0.0))
     if self.preset == "prefill":
       # The curve is one of the shape: find the first value that is as high.
       place = np.searchsorted(self.shape, least - _EQUAL)
-      least = np.array([*self.grid, 1.0])[place]
-    elif tau < 1:
+      return np.array([*self.grid, 1.0])[place]
+    if tau < 1:
       self._warn_of_extrapolation(least[known])
-    # At least one token is kept.
-    least = np.clip(least, 1 / np.asarray(features.length), 1.0)
-    return np.where(known, least, 1.0)
+    return least
 
   def curve_target(self, tau: float) -> float:
     """Target of the curve with which contexts keep the quality tau on average.
@@ -226,36 +269,25 @@ class Calibration:
   def _in_range(self, features: Features) -> Features:
     """Replaces features outside of their ranges by the nearest in range.
 
-    With preset "prefill", the NLL of contexts that are far outside is NaN.
+    Except with preset "paper", the NLL of contexts that are far outside is NaN.
     """
-    clamped, outside = {}, []
-    far = np.zeros(np.shape(features.nll), bool)
-    for name, low, high in self.ranges:
-      values = getattr(features, name)
-      if values is None:
-        continue
-      clamped[name] = np.clip(values, low, high)  # NaN stays NaN.
-      slack = _SLACK * max(abs(low), abs(high))
-      beyond = (values < low - slack) | (values > high + slack)
-      if np.any(beyond):
-        outside.append(f"{name} of {low:g} to {high:g}")
-        far |= beyond
+    inside, far, outside = in_range(features, self.ranges)
     if outside:
       warn(
         f"The calibration of {self.method} was measured on contexts with "
         f"{' and '.join(outside)}; others {self._treated}, so calibrate on "
         "contexts like them."
       )
-    if self.preset == "prefill":
-      clamped["nll"] = np.where(far, np.nan, clamped.get("nll", features.nll))
-    return features._replace(**clamped)
+    if self.preset == "paper":
+      return inside
+    return inside._replace(nll=np.where(far, np.nan, inside.nll))
 
   @property
   def _treated(self) -> str:
     """What happens to contexts that are far outside of the ranges."""
-    if self.preset == "prefill":
-      return "keep everything"
-    return "are taken for the nearest of these"
+    if self.preset == "paper":
+      return "are taken for the nearest of these"
+    return "keep everything"
 
   def _warn_of_extrapolation(self, found: Float[np.ndarray, " M"]) -> None:
     if not self.grid:
@@ -304,20 +336,6 @@ class Calibration:
         f"{model_id!r} needs one of its own."
       )
     return made
-
-
-def check_tau(tau: float) -> None:
-  """Refuses a tau that is not a share of quality.
-
-  Raises:
-    InputError: it is not above 0 and at most 1.
-  """
-  check_number("tau", tau)
-  if not 0 < tau <= 1:
-    raise InputError(
-      "tau is the share of quality that is to be left, above 0 and at most 1; "
-      f"{tau:g} is not."
-    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,6 +9,7 @@ from jaxtyping import PyTree
 
 from kvjax.cache.layers import KV_DTYPES
 from kvjax.cache.sharding import context_size, heads_fill_mesh
+from kvjax.calibration.record import Calibrated
 from kvjax.engine.layer_budgets import compressed_layers, kv_heads
 from kvjax.engine.plans import Plan
 from kvjax.engine.rerotation import check_rotary
@@ -88,6 +89,19 @@ def _check_named_layers(plan: Plan, geometry: Geometry) -> None:
       )
 
 
+def recites(plan: Plan) -> bool:
+  """Whether the budget depends on what caches recite of a prompt."""
+  budget = plan.budget
+  return (
+    isinstance(budget, Calibrated) and budget.calibration.preset == "recite"
+  )
+
+
+def repeats(plan: Plan) -> bool:
+  """Whether the model is asked to repeat prompts, by method or budget."""
+  return plan.method.traits.replay is not None or recites(plan)
+
+
 def check_request(
   model: Model, plans: Iterable[Plan], prompts: Prompts
 ) -> None:
@@ -98,7 +112,7 @@ def check_request(
   """
   request = prompts.repeat_request
   ids = np.array([[*request.first, *request.later, *request.suffix]], np.int32)
-  if any(plan.method.traits.replay is not None for plan in plans):
+  if any(map(repeats, plans)):
     check_tokens(model, ids, np.array([ids.size]))
 
 

@@ -17,10 +17,12 @@ from kvjax.engine.plan_fit import (
   check_context_axis,
   check_plan,
   check_request,
+  recites,
   warn_without_request,
 )
 from kvjax.engine.plans import Plan
 from kvjax.engine.preparing import max_span
+from kvjax.engine.recitation import check_recitable, recite_grids
 from kvjax.engine.sweeping import Measured, Requested, sweep_prompts
 from kvjax.errors import InputError
 from kvjax.model import Model, check_context, check_model, check_tokens
@@ -121,7 +123,7 @@ def sweep(
     [2, 3]
   """
   plans = _check_sweep(model, params, prompts, plans)
-  swept = sweep_prompts(model, params, prompts, plans, _required(plans))
+  swept = _sweep(model, params, prompts, plans, _required(plans))
   return swept.caches, swept.logits
 
 
@@ -146,7 +148,19 @@ def measured_sweep(
   plans = _check_sweep(model, params, prompts, plans)
   evaluations = dict.fromkeys(map(Evaluation.of, plans))
   requested = Requested(likelihood=True, scores=tuple(evaluations))
-  return sweep_prompts(model, params, prompts, plans, requested)
+  return _sweep(model, params, prompts, plans, requested)
+
+
+def _sweep(
+  model: Model,
+  params: PyTree,
+  prompts: Prompts,
+  plans: tuple[Plan, ...],
+  requested: Requested,
+) -> Measured:
+  """Sweeps; before that, plans whose budgets depend on it recite."""
+  recitals = recite_grids(model, params, prompts, plans)
+  return sweep_prompts(model, params, prompts, plans, requested, recitals)
 
 
 def _required(plans: Sequence[Plan]) -> Requested:
@@ -186,6 +200,8 @@ def _check_sweep(
     check_context_axis(model, params, plan, prompts.tokens.shape[1])
   check_request(model, plans, prompts)
   warn_without_request(plans, prompts)
+  if any(map(recites, plans)):
+    check_recitable(model, prompts)
   return plans
 
 

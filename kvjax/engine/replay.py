@@ -80,7 +80,7 @@ def _replay_alike(
   tokens = jnp.asarray(prompts.tokens)
   lengths = jnp.asarray(prompts.lengths, jnp.int32)
   parts: list[list[Scores]] = [[] for _ in specs]
-  common = _common_prefix(tokens, lengths, ids=request.prefix)
+  common = common_prefix(tokens, lengths, ids=request.prefix)
   # Where tokens are traced, no prompt begins with the template, as far as the
   # positions of its replay are concerned.
   prefix = 0 if is_traced(common) else read(common)
@@ -184,7 +184,7 @@ def _tokens_of_chunk(
   """
   width, overlap = sizes
   batch, padded = tokens.shape
-  prefix = _common_prefix(tokens, lengths, ids=request.prefix)
+  prefix = common_prefix(tokens, lengths, ids=request.prefix)
   start = prefix + offset
   count = jnp.clip(lengths - start, 0, width)
 
@@ -211,7 +211,7 @@ def _tokens_of_chunk(
 
 
 @functools.partial(jax.jit, static_argnames=("ids",))
-def _common_prefix(
+def common_prefix(
   tokens: Int[Array, "B S"], lengths: Int[Array, " B"], *, ids: tuple[int, ...]
 ) -> Int[Array, " B"]:
   """Number of first tokens that each row has in common with `ids`."""

@@ -38,6 +38,8 @@ from kvjax.model import Model
 from kvjax.options.budgets import Threshold
 from kvjax.prompts import Prompts
 
+# What each retention of the grid recites, for plans that depend on it.
+_Recitals = Sequence[Float[np.ndarray, "B R"] | None]
 # r* of each row for plans with a `Calibrated` budget, None for other plans.
 _Retentions = tuple[Float[np.ndarray, " B"] | None, ...]
 
@@ -80,6 +82,7 @@ def sweep_prompts(
   prompts: Prompts,
   plans: Sequence[Plan],
   requested: Requested,
+  recitals: _Recitals = (),
 ) -> Measured:
   """Runs prompts once, keeps a cache for each plan, and measures features.
 
@@ -90,6 +93,7 @@ def sweep_prompts(
     plans: one or more, for whole prompts and for this model; `kvjax.sweep`
       checks prompts and plans.
     requested: the features.
+    recitals: `Features.recited` for each plan, or nothing.
 
   Returns:
     The caches, and the features.
@@ -100,7 +104,7 @@ def sweep_prompts(
   running = _Sweep(model, prompts, plans, requested)
   logits, nll = running.forward(params)
   running.replay(params)
-  features, retentions = running.measure(nll)
+  features, retentions = running.measure(nll, recitals)
   running.keep_deferred(retentions)
   return Measured(running.caches(), logits, nll[0], features, retentions)
 
@@ -211,12 +215,16 @@ class _Sweep:
         )
 
   def measure(
-    self, nll: Float[Array, "2 B"]
+    self, nll: Float[Array, "2 B"], recitals: _Recitals
   ) -> tuple[tuple[Features, ...], _Retentions]:
     """Finds the features, if requested, and the calibrated retentions."""
     if not self._requested.likelihood:
       return (), (None,) * len(self._plans)
-    features = self._features(nll)
+    recitals = recitals or (None,) * len(self._plans)
+    features = tuple(
+      found._replace(recited=recited)
+      for found, recited in zip(self._features(nll), recitals, strict=True)
+    )
     retentions = tuple(
       plan.budget.retentions(of_plan)
       if isinstance(plan.budget, Calibrated)

@@ -1,0 +1,221 @@
+"""How much of its prompt a compressed cache can still recite."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float, PyTree
+
+from kvjax.cache.cache import Cache
+from kvjax.calibration.record import Calibrated
+from kvjax.engine.capacity import check_caches
+from kvjax.engine.likelihood import token_nll
+from kvjax.engine.plan_fit import recites
+from kvjax.engine.plans import Plan
+from kvjax.engine.replay import common_prefix
+from kvjax.engine.sweeping import Requested, sweep_prompts
+from kvjax.errors import InputError
+from kvjax.hosts import read
+from kvjax.methods import FullKV
+from kvjax.model import Model, check_context, check_tokens
+from kvjax.options.budgets import Retention
+from kvjax.prompts import Prompts, check_batch
+
+
+def recited(
+  model: Model,
+  params: PyTree,
+  prompts: Prompts,
+  full: Cache,
+  caches: Sequence[Cache],
+  weights: Mapping[int, float] | None = None,
+) -> Float[np.ndarray, "P B"]:
+  """Computes what share of its prompt each cache recites as the full one does.
+
+  The model is asked to repeat the prompt (`Prompts.repeat_request`), and then
+  reads it again, token by token in one pass. With d = max(0, nll - nll of the
+  full cache) of a token, its share is exp(-d), the ratio of its likelihoods, at
+  most 1. The result is the mean share over the tokens after the chat template,
+  1 for a cache that has lost nothing. The caches are left unchanged.
+
+  Source: the request is that of Kim et al., arXiv 2505.23416 (KVzip), Section
+  3.2, here for the whole prompt at once; the measure is ours.
+
+  Args:
+    model: the functions.
+    params: the weights.
+    prompts: the prompts, with their request.
+    full: their full cache.
+    caches: other caches of them, by any plans that do not evict while decoding.
+    weights: weight of each token id in the mean, 0 for ids that are not there.
+      Without them, and in rows where all would be 0, all tokens weigh the same.
+
+  Returns:
+    The means of each cache and row, in float64.
+
+  Raises:
+    InputError: prompts have no request, a cache has another number of rows or
+      evicts while decoding, or prompt, request and prompt together are longer
+      than the model's context.
+
+  Examples:
+    >>> import kvjax
+    >>> from kvjax.testing import TinyModel
+    >>> model = TinyModel()
+    >>> params = model.init()
+    >>> request = kvjax.RepeatRequest(first=(11, 12), suffix=(2,))
+    >>> prompts = kvjax.Prompts.of([[5, 6, 7, 8]], repeat_request=request)
+    >>> plans = [kvjax.get_plan("full", 1.0), kvjax.get_plan("keydiff", 0.5)]
+    >>> (full, half), _ = kvjax.sweep(model, params, prompts, plans)
+    >>> shares = kvjax.recited(model, params, prompts, full, [full, half])
+    >>> bool(shares[0, 0] == 1 > shares[1, 0])
+    True
+  """
+  listed = list(caches) if isinstance(caches, Sequence) else [caches]
+  check_caches([full, *listed])
+  check_recitable(model, prompts)
+  _check_rows(prompts, [full, *listed])
+  questions, tokens = _request(prompts), _recitation(prompts)
+  counted = _weights(tokens, weights or {})
+
+  def losses(cache: Cache) -> Float[np.ndarray, "B S"]:
+    found = token_nll(model, params, cache, questions, tokens)
+    return np.asarray(read(found), np.float64)
+
+  best = losses(full)
+  return np.array(
+    [_mean_share(losses(cache) - best, counted) for cache in listed]
+  )
+
+
+def recite_grids(
+  model: Model, params: PyTree, prompts: Prompts, plans: Sequence[Plan]
+) -> tuple[Float[np.ndarray, "B R"] | None, ...]:
+  """Recites prompts at each retention of the grids of calibrated plans.
+
+  Args:
+    model: the functions.
+    params: the weights.
+    prompts: the prompts, which `check_recitable` has checked.
+    plans: the plans; each that recites has a pass over the prompts of its own.
+
+  Returns:
+    The quality at each retention of its grid for plans that recite, None for
+    others.
+
+  Raises:
+    InputError: a prompt protects more tokens than the least retention keeps.
+  """
+  return tuple(
+    _recite_grid(model, params, prompts, plan) if recites(plan) else None
+    for plan in plans
+  )
+
+
+def _recite_grid(
+  model: Model, params: PyTree, prompts: Prompts, plan: Plan
+) -> Float[np.ndarray, "B R"]:
+  """Recites prompts at each retention of the grid of a plan."""
+  budget = plan.budget
+  assert isinstance(budget, Calibrated)
+  full = Plan(FullKV(), Retention(1.0), per_query_head=plan.per_query_head)
+  grid = [
+    # What evicts while decoding follows later, and does not recite.
+    dataclasses.replace(
+      plan, budget=Retention(share, budget.rounding), decoding=None
+    )
+    for share in budget.calibration.grid
+  ]
+  nothing = Requested(likelihood=False, scores=())
+  swept = sweep_prompts(model, params, prompts, [full, *grid], nothing)
+  return recited(
+    model,
+    params,
+    prompts,
+    swept.caches[0],
+    swept.caches[1:],
+    dict(budget.calibration.token_weights),
+  ).T
+
+
+def check_recitable(model: Model, prompts: Prompts) -> None:
+  """Refuses prompts that a model cannot be asked to recite.
+
+  Raises:
+    InputError: they do not say how to ask, the request has tokens that the
+      model does not embed, or prompt, request and prompt together are longer
+      than the model's context.
+  """
+  check_batch(prompts)
+  request = prompts.repeat_request
+  asked = len(request.first) + len(request.suffix)
+  if not asked:
+    raise InputError(
+      "To recite prompts, the model must be asked to repeat them, and these "
+      "prompts do not say how; lm.prompts(text) does, or give kvjax.Prompts "
+      "repeat_request=kvjax.RepeatRequest.of(lm.text)."
+    )
+  ids = np.array([[*request.first, *request.suffix]], np.int32)
+  check_tokens(model, ids, np.array([asked]))
+  lengths = prompts.known_lengths
+  total = lengths + asked + _recitation(prompts).known_lengths
+  check_context(model, total, "The prompt, with all of it recited,")
+
+
+def _check_rows(prompts: Prompts, caches: Sequence[Cache]) -> None:
+  rows = len(prompts.tokens)
+  for cache in caches:
+    if len(cache.next_positions) != rows:
+      raise InputError(
+        f"There are {rows} prompts, and a cache has "
+        f"{len(cache.next_positions)} rows; give the caches of these prompts."
+      )
+
+
+def _request(prompts: Prompts) -> Prompts:
+  """The tokens that ask for a recitation, for each row."""
+  request = prompts.repeat_request
+  ids = [*request.first, *request.suffix]
+  return Prompts.of([ids] * len(prompts.tokens), len(ids))
+
+
+def _recitation(prompts: Prompts) -> Prompts:
+  """The tokens that are recited: all after the chat template.
+
+  Of a row that is nothing else, it is the last token.
+  """
+  lengths = prompts.known_lengths
+  template = common_prefix(
+    jnp.asarray(prompts.tokens),
+    jnp.asarray(lengths),
+    ids=prompts.repeat_request.prefix,
+  )
+  starts = np.minimum(read(template), lengths - 1)
+  rows = [
+    row[start:] for row, start in zip(prompts.rows(), starts, strict=True)
+  ]
+  # Prompts of one width share a program.
+  return Prompts.of(rows, prompts.tokens.shape[1])
+
+
+def _weights(
+  tokens: Prompts, weights: Mapping[int, float]
+) -> Float[np.ndarray, "B S"]:
+  """The weight of each token, 0 for padding."""
+  ids, places = np.unique(tokens.tokens, return_inverse=True)
+  by_id = np.array([weights.get(int(number), 0.0) for number in ids])
+  slots = np.arange(tokens.tokens.shape[1])[None]
+  real = slots < tokens.known_lengths[:, None]
+  given = np.where(real, by_id[places.reshape(real.shape)], 0.0)
+  any_given = np.any(given > 0, axis=1, keepdims=True)
+  return np.where(any_given, given, real.astype(np.float64))
+
+
+def _mean_share(
+  lost: Float[np.ndarray, "B S"], weights: Float[np.ndarray, "B S"]
+) -> Float[np.ndarray, " B"]:
+  """Mean of exp(-lost) at most 1, by weights; NaN stays NaN."""
+  shares = np.exp(-np.maximum(lost, 0.0))
+  total = np.sum(np.where(weights > 0, weights * shares, 0.0), axis=1)
+  return total / np.sum(weights, axis=1)
