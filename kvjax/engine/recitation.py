@@ -18,7 +18,7 @@ from kvjax.engine.sweeping import Requested, sweep_prompts
 from kvjax.errors import InputError
 from kvjax.hosts import read
 from kvjax.methods import FullKV
-from kvjax.model import Model, check_context, check_tokens
+from kvjax.model import Model, check_context, check_model, check_tokens
 from kvjax.options.budgets import Retention
 from kvjax.prompts import Prompts, check_batch
 
@@ -147,6 +147,7 @@ def check_recitable(model: Model, prompts: Prompts) -> None:
       model does not embed, or prompt, request and prompt together are longer
       than the model's context.
   """
+  check_model(model)
   check_batch(prompts)
   request = prompts.repeat_request
   asked = len(request.first) + len(request.suffix)

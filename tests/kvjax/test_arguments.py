@@ -290,6 +290,8 @@ def test_a_pair_that_a_prefill_returned_is_told_to_be_taken_apart():
     lambda: kvjax.generate(MODEL, PARAMS, None, QUESTIONS, decoding),
     lambda: kvjax.stream(MODEL, PARAMS, pair, QUESTIONS, decoding),
     lambda: kvjax.answer_nll(MODEL, PARAMS, pair, QUESTIONS, QUESTIONS),
+    lambda: kvjax.recited(MODEL, PARAMS, PROMPTS, pair[0], pair),
+    lambda: kvjax.recited(MODEL, PARAMS, PROMPTS, pair, [pair[0]]),
   ):
     with pytest.raises(InputError, match=r"as in `cache, logits = kvjax.prefi"):
       call()

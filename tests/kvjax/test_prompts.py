@@ -86,6 +86,7 @@ def test_what_is_no_prompts_is_told_how_to_make_them(given):
     lambda: kvjax.measured_sweep(MODEL, PARAMS, given, [KEYDIFF]),
     lambda: kvjax.generate(MODEL, PARAMS, cache, given, kvjax.Decoding(2)),
     lambda: kvjax.negative_log_likelihood(MODEL, PARAMS, given),
+    lambda: kvjax.recited(MODEL, PARAMS, given, cache, [cache]),
     lambda: kvjax.answer_nll(MODEL, PARAMS, cache, given, QUESTIONS),
     lambda: kvjax.answer_nll(MODEL, PARAMS, cache, QUESTIONS, given),
   ):
