@@ -185,7 +185,7 @@ def main() -> None:
     drawn = run.draw()
     if _RULE.value == RECITE:
       run = run._replace(weights=TokenWeights.of(lm, drawn[_TRIPLES]))
-    measuring.check(lm, chosen, drawn[_TRIPLES])
+    measuring.check(lm, chosen, drawn[_TRIPLES], run.weights)
     steps = {file: run.step(file, chosen, drawn[file]) for file in drawn}
     works = [step.work for step in steps.values()]
     dry_run.announce(lm, works, run.weights)

@@ -12,6 +12,7 @@ from jaxtyping import Float
 
 import kvjax
 from kvjax.engine.preparing import prepare
+from kvjax.engine.recitation import check_recitable
 from kvjax.errors import InputError
 from kvjax.experiments.calibration.answers import TokenWeights, answer_of
 from kvjax.experiments.run import prefilling
@@ -247,19 +248,26 @@ def _likelihoods(
 
 
 def check(
-  lm: Pretrained, chosen: Sequence[Candidate], samples: Samples
+  lm: Pretrained,
+  chosen: Sequence[Candidate],
+  samples: Samples,
+  weights: TokenWeights | None = None,
 ) -> None:
-  """Rejects a method that cannot be calibrated.
+  """Rejects a method that cannot be calibrated; see `measure`.
 
   Raises:
-    InputError: it keeps the full context at every retention.
+    InputError: it keeps the full context at every retention, or a context is
+      too long to be recited.
   """
-  longest = max(
-    len(Prompt.of_sample(lm.text, sample).context)
+  contexts = [
+    Prompt.of_sample(lm.text, sample).context
     for drawn in samples.values()
     for sample in drawn
-  )
-  prompt = kvjax.Prompts.of([[0] * longest])
+  ]
+  prompt = kvjax.Prompts.of([max(contexts, key=len)])
+  longest = int(prompt.lengths[0])
+  if weights is not None:
+    check_recitable(lm.model, prefilling.asked_to_repeat(lm, prompt))
   for method in dict.fromkeys(candidate.method for candidate in chosen):
     plans = [c.plan for c in chosen if c.method == method]
     kept = [prepare(plan, prompt, lm.config.geometry).counts for plan in plans]

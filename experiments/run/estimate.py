@@ -9,6 +9,8 @@ import jax.numpy as jnp
 from jax.tree_util import tree_flatten_with_path
 from jaxtyping import Array
 
+import kvjax
+from kvjax.engine.plan_fit import recites
 from kvjax.experiments.run import multihost, stopwatch
 from kvjax.experiments.run.candidates import Candidate
 from kvjax.experiments.run.memory import cache_bytes
@@ -85,7 +87,8 @@ def estimate(
 ) -> Estimate:
   """Estimates the time of batches, of which each host takes its share.
 
-  What methods compute themselves is left out, but for replays of the prompt.
+  What methods compute themselves is left out, but for replays of the prompt;
+  what caches recite for a calibrated budget counts.
   """
   sizes = _Sizes.of(lm)
   rates = Rates.probe(jax.tree.leaves(lm.params)[0].dtype)
@@ -167,7 +170,15 @@ def _prefill(
       keys = min(keys, spec.window)
     if spec.cache:
       attended += 2 * spec.heads * (spec.key_dim + spec.value_width) * keys
-  passes = blocks + shared
+  recitals = [
+    len(budget.calibration.grid)
+    for candidate in candidates
+    if isinstance(budget := candidate.plan.budget, kvjax.Calibrated)
+    and recites(candidate.plan)
+  ]
+  # Each has a pass of its own; the full cache recites, too.
+  passes = blocks + shared + len(recitals)
+  again += sum(recitals) + len(recitals)
   per_token = (passes + again) * 2 * body + (passes + 3 * again) * attended
   return per_token * batch.rows * batch.context
 

@@ -1,6 +1,7 @@
 """About how long a run takes, from operations, bytes and rates."""
 
 import contextlib
+import dataclasses
 import itertools
 
 import jax
@@ -10,7 +11,7 @@ import pytest
 import kvjax
 from kvjax.cache.sharding import parse_mesh
 from kvjax.experiments.run import estimate, stopwatch
-from kvjax.experiments.run.candidates import candidates
+from kvjax.experiments.run.candidates import Candidate, candidates
 from kvjax.experiments.run.estimate import Batch, Rates
 from kvjax.experiments.run.memory import cache_bytes
 from kvjax.struct import tree_bytes
@@ -65,6 +66,29 @@ def test_operations_are_those_that_xla_counts(fields, seconds):
   decoded = seconds(WIDE, lm, WHOLE, [Batch(1, 0, 0, 64)])
   fed = seconds(WIDE, lm, WHOLE, [Batch(1, 0, 64, 0)])
   assert 1e6 * (decoded - fed) == pytest.approx(of_head, rel=0.01)
+
+
+def test_what_caches_recite_counts(seconds):
+  """A pass for the caches of the grid, and a replay by each and by the full."""
+  lm = pretrained(num_hidden_layers=1)
+  plan = HALF[-1].plan
+  record = kvjax.Calibration(
+    *(0.0, 0.0, "tiny", plan.prompt_label, False),
+    tau_range=(0.1, 1.0),
+    error=0.0,
+    triples=1,
+    preset="recite",
+    grid=(0.2, 0.5, 0.7),
+  )
+  budget = kvjax.Calibrated(record, 0.9)
+  reciting = Candidate("keydiff", dataclasses.replace(plan, budget=budget))
+  kvzip = candidates(["kvzip:chunk=64"], [kvjax.Retention(0.5)])[-1:]
+  plain, replayed, recited = (
+    seconds(WIDE, lm, chosen, [CONTEXT])
+    for chosen in (HALF[-1:], kvzip, [reciting])
+  )
+  expected = 2 * plain + 4 * (replayed - plain)
+  assert recited == pytest.approx(expected)
 
 
 def test_of_experts_those_count_that_a_token_needs(seconds):
