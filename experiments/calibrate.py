@@ -13,7 +13,9 @@ cores; --methods=keydiff,compactor names a few.
 
 --rule=prefill chooses among NLL of the context and of its tail, the shape of
 the method's scores, and length by how well they predict other contexts.
---rule=paper is Compactor's rule of two parameters.
+--rule=paper is Compactor's rule of two parameters. --rule=recite makes caches
+of all retentions of each context and lets them recite it: slow to compress, but
+it knows what each context needs.
 
 The output is triples.jsonl, others.jsonl, held_out.jsonl, processes.json,
 summary.json, calibration.md, ratio_curves.png, retention_bars.png and a record

@@ -154,7 +154,8 @@ def triples(batches):
       column["context"] += range(number * count, (number + 1) * count)
       column["task"] += [sample.task for sample in samples]
       for name, values in swept.features[index + 1]._asdict().items():
-        column[name] += [*values]
+        if values is not None:
+          column[name] += [*values]
   return {
     method: kvjax.Triples(**{k: np.array(v) for k, v in column.items()})
     for method, column in columns.items()
