@@ -343,9 +343,11 @@ class Calibrated:
   """A budget that adapts to each prompt so that it keeps the quality tau.
 
   The budget is a retention r*, as in `Retention`, which is known after the
-  forward pass over the prompt; see `Calibration`. If the calibration knows what
-  quality its curve leaves on average, the curve is asked for as much as that
-  needs. A prompt of one token, which has no likelihood, is kept whole.
+  forward pass over the prompt; see `Calibration`. With preset "recite", it
+  takes further passes, and prompts with a request to repeat them. If the
+  calibration knows what quality its curve leaves on average, the curve is asked
+  for as much as that needs. A prompt of one token, which has no likelihood, is
+  kept whole.
 
   Attributes:
     calibration: calibration of the model and the method.

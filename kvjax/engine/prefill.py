@@ -38,7 +38,8 @@ def prefill(
   is done; in blocks they never exist. With a `Calibrated` budget, a `Threshold`
   or a method that joins the scores of all layers, those of all layers and the
   method's scores exist until the end of the forward pass, when the budget or
-  the selection is known.
+  the selection is known. With a calibration of preset "recite", the caches of
+  its grid exist before that, until they have been recited.
 
   Args:
     model: the functions.
@@ -54,10 +55,12 @@ def prefill(
 
   Raises:
     InputError: a prompt is longer than the model's context or protects more
-      tokens than are kept, the method rerotates keys and the model cannot, the
-      mesh has other axes than those of `kvjax.cache.sharding.parse_mesh`,
-      prompts are an argument of `jax.jit`, or it is called within `jax.jit` and
-      the sizes of the cache depend on scores.
+      tokens than are kept, it cannot be recited where the budget depends on
+      that (see `kvjax.recited`), the method rerotates keys and the model
+      cannot, the mesh has other axes than those of
+      `kvjax.cache.sharding.parse_mesh`, prompts are an argument of `jax.jit`,
+      or it is called within `jax.jit` and the sizes of the cache depend on
+      scores.
 
   Examples:
     >>> import kvjax

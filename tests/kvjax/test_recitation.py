@@ -97,7 +97,8 @@ def test_shares_are_those_of_single_tokens(caches, shares):
 
 def test_only_tokens_with_weights_count(caches, shares):
   """In the row that has none of them, all do."""
-  weights = {ROWS[0][4]: 0.5, ROWS[0][9]: 1.0, ROWS[1][5]: 0.25, 99: 1.0}
+  # No row has 0, but padding is made of it.
+  weights = {0: 1.0, ROWS[0][4]: 0.5, ROWS[0][9]: 1.0, ROWS[1][5]: 0.25}
   found = recited(caches, weights=weights)
   for cache, own in enumerate(shares.values()):
     for row, tokens in enumerate(ROWS):
