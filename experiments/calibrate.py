@@ -23,8 +23,9 @@ for each method in the folder records; --rule=paper writes reached.jsonl instead
 of others.jsonl. An interrupted run resumes where it stopped. --dry_run says
 what is left to measure and, from a first batch, how long that takes; it stops
 there. The same command with another --rule or --tau, or with fewer samples,
-methods or retentions, fits anew to the measurements that are there. With
---multihost, hosts that run the same command share the contexts.
+methods or retentions, fits anew to the measurements that are there; for
+--rule=recite, it measures those without recitals again. With --multihost, hosts
+that run the same command share the contexts.
 
 Likelihoods are not scores: the last line, also in calibration.md, is a command
 that tests whether scores of tasks stay equal over seeds.
