@@ -14,8 +14,8 @@ cores; --methods=keydiff,compactor names a few.
 --rule=prefill chooses among NLL of the context and of its tail, the shape of
 the method's scores, and length by how well they predict other contexts.
 --rule=paper is Compactor's rule of two parameters. --rule=recite makes caches
-of all retentions of each context and lets them recite it: slow to compress, but
-it knows what each context needs.
+of all retentions of each context and lets them recite it: a pass for each, but
+it tells contexts apart better.
 
 The output is triples.jsonl, others.jsonl, held_out.jsonl, processes.json,
 summary.json, calibration.md, ratio_curves.png, retention_bars.png and a record
@@ -23,9 +23,10 @@ for each method in the folder records; --rule=paper writes reached.jsonl instead
 of others.jsonl. An interrupted run resumes where it stopped. --dry_run says
 what is left to measure and, from a first batch, how long that takes; it stops
 there. The same command with another --rule or --tau, or with fewer samples,
-methods or retentions, fits anew to the measurements that are there; for
---rule=recite, it measures those without recitals again. With --multihost, hosts
-that run the same command share the contexts.
+methods or retentions, fits anew to the measurements that are there. Only
+--rule=recite measures again what has no recitals, or recitals with weights of
+other --samples, --tasks or --length. With --multihost, hosts that run the same
+command share the contexts.
 
 Likelihoods are not scores: the last line, also in calibration.md, is a command
 that tests whether scores of tasks stay equal over seeds.
@@ -107,7 +108,7 @@ _TASKS = flags.DEFINE_list(
 _SAMPLES = flags.DEFINE_integer(
   "samples",
   12,
-  "Samples per task and length to fit the curves to.",
+  "Samples per task and length to fit the rule to.",
   lower_bound=1,
   upper_bound=run_inputs.MOST_SAMPLES,
 )
@@ -188,7 +189,8 @@ def main() -> None:
     drawn = run.draw()
     if _RULE.value == RECITE:
       run = run._replace(weights=TokenWeights.of(lm, drawn[_TRIPLES]))
-    measuring.check(lm, chosen, drawn[_TRIPLES], run.weights)
+    for samples in drawn.values():
+      measuring.check(lm, chosen, samples, run.weights)
     steps = {file: run.step(file, chosen, drawn[file]) for file in drawn}
     works = [step.work for step in steps.values()]
     dry_run.announce(lm, works, run.weights)

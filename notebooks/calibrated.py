@@ -227,5 +227,5 @@ for row, sample in enumerate(to_test):
 # %% [markdown]
 # A few prompts show the way, not the numbers: `kvjax calibrate` measures more
 # tasks, tests each record on held-out prompts, and saves what
-# `--retention=auto` reads. docs/calibration.md explains the two rules and their
+# `--retention=auto` reads. docs/calibration.md explains the rules and their
 # limits.

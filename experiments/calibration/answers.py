@@ -1,9 +1,9 @@
 """Correct answers, and how much their tokens count in what caches recite."""
 
 import collections
-import hashlib
 from typing import NamedTuple
 
+from kvjax.calibration import reciting
 from kvjax.experiments.run.prompting import Prompt
 from kvjax.experiments.run.results import Samples
 from kvjax.experiments.tasks import niah
@@ -51,4 +51,4 @@ class TokenWeights(NamedTuple):
   @property
   def digest(self) -> str:
     """Tells these weights from others."""
-    return hashlib.sha256(repr(self.pairs).encode()).hexdigest()[:12]
+    return reciting.digest(self.pairs)

@@ -13,9 +13,9 @@ _RULES = {
   "prefill": "The retention is the least measured one at which the curve of "
   "kc, which bends the mean quality, reaches the target.",
   "paper": "The retention is that at which the curve of kc reaches tau.",
-  "recite": "The retention is the least measured one from which on the caches "
-  "recite the context with the quality of the target, where tokens count as "
-  "much as those like them were in answers.",
+  "recite": "The retention is the least measured one from which on all caches "
+  "recite the context with the quality of the target. Tokens that are often in "
+  "answers count more.",
 }
 # Said before the command that compares scores.
 TRIALS = "Whether scores of tasks stay equal over seeds, within 5 points:"

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import jax
 
 import kvjax
+from kvjax.engine.plan_fit import recites
 from kvjax.errors import InputWarning
 from kvjax.experiments.run.candidates import Candidate
 from kvjax.models.pretrained import Pretrained
@@ -54,7 +55,8 @@ def cache_bytes(lm: Pretrained, candidate: Candidate, tokens: int) -> float:
   Args:
     lm: the model.
     candidate: method and budget; calibrated budgets and thresholds, which
-      depend on the context, count as if everything was kept.
+      depend on the context, count as if everything was kept. Where caches
+      recite, all of them count.
     tokens: tokens of the context.
   """
   plan = candidate.plan
@@ -63,6 +65,8 @@ def cache_bytes(lm: Pretrained, candidate: Candidate, tokens: int) -> float:
   unknown = isinstance(plan.budget, kvjax.Calibrated | kvjax.Threshold)
   if plan.sparse is None and not unknown:
     share = candidate.retention(tokens)
+  if isinstance(plan.budget, kvjax.Calibrated) and recites(plan):
+    share += sum(plan.budget.calibration.grid)
   total = 0.0
   for spec in lm.config.geometry.layers:
     if not spec.cache:

@@ -14,7 +14,7 @@ from kvjax.calibration.curve import check_tau, least_retention
 from kvjax.calibration.features import NAMES, SINGLE, Features
 from kvjax.calibration.fields import PRESETS, Preset, checked, to_json
 from kvjax.calibration.ranges import in_range
-from kvjax.calibration.reciting import least_reciting
+from kvjax.calibration.reciting import digest, least_reciting
 from kvjax.errors import InputError, warn
 from kvjax.options.bounds import check_options
 from kvjax.options.budgets import Rounding
@@ -199,8 +199,8 @@ class Calibration:
   def formula(self) -> str:
     """The rule in words, as `kc = 2 NLL - 6 + 0.5 tail_nll`."""
     if self.preset == "recite":
-      total = sum(weight for _, weight in self.token_weights)
-      return f"recited by {len(self.token_weights)} weights, {total:g} in all"
+      shares = "+".join(f"{share:g}" for share in self.grid)
+      return f"recited at {shares}, weights {digest(self.token_weights)}"
     terms = [(self.alpha, " NLL"), (self.beta, "")]
     terms += [(slope, f" {name}") for name, slope in self.slopes]
     text = "".join(

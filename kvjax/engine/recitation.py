@@ -1,11 +1,13 @@
 """How much of its prompt a compressed cache can still recite."""
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float, PyTree
+from jaxtyping import Bool, Float, PyTree
 
 from kvjax.cache.cache import Cache
 from kvjax.calibration.record import Calibrated
@@ -15,7 +17,7 @@ from kvjax.engine.plan_fit import recites
 from kvjax.engine.plans import Plan
 from kvjax.engine.replay import common_prefix
 from kvjax.engine.sweeping import Requested, sweep_prompts
-from kvjax.errors import InputError
+from kvjax.errors import InputError, warn
 from kvjax.hosts import read
 from kvjax.methods import FullKV
 from kvjax.model import Model, check_context, check_model, check_tokens
@@ -55,9 +57,9 @@ def recited(
     The means of each cache and row, in float64.
 
   Raises:
-    InputError: prompts have no request, a cache has another number of rows or
-      evicts while decoding, or prompt, request and prompt together are longer
-      than the model's context.
+    InputError: weights are no mapping of numbers, prompts have no request, a
+      cache has another number of rows or evicts while decoding, or prompt,
+      request and prompt together are longer than the model's context.
 
   Examples:
     >>> import kvjax
@@ -73,6 +75,7 @@ def recited(
     True
   """
   listed = list(caches) if isinstance(caches, Sequence) else [caches]
+  _check_weights(weights)
   check_caches([full, *listed])
   check_recitable(model, prompts)
   _check_rows(prompts, [full, *listed])
@@ -84,9 +87,8 @@ def recited(
     return np.asarray(read(found), np.float64)
 
   best = losses(full)
-  return np.array(
-    [_mean_share(losses(cache) - best, counted) for cache in listed]
-  )
+  shares = [_mean_share(losses(cache) - best, counted) for cache in listed]
+  return np.array(shares).reshape(len(listed), len(prompts.tokens))
 
 
 def recite_grids(
@@ -103,9 +105,6 @@ def recite_grids(
   Returns:
     The quality at each retention of its grid for plans that recite, None for
     others.
-
-  Raises:
-    InputError: a prompt protects more tokens than the least retention keeps.
   """
   return tuple(
     _recite_grid(model, params, prompts, plan) if recites(plan) else None
@@ -115,28 +114,56 @@ def recite_grids(
 
 def _recite_grid(
   model: Model, params: PyTree, prompts: Prompts, plan: Plan
-) -> Float[np.ndarray, "B R"]:
-  """Recites prompts at each retention of the grid of a plan."""
+) -> Float[np.ndarray, "B R"] | None:
+  """Recites prompts at each retention of the grid of a plan.
+
+  It is None if everything is kept whatever they recite, NaN for rows without a
+  token that counts, and -inf where a retention cannot hold protected tokens.
+  """
   budget = plan.budget
   assert isinstance(budget, Calibrated)
+  record = budget.calibration
+  if record.curve_target(budget.tau) == 1:
+    return None
+  shares = [Retention(share, budget.rounding) for share in record.grid]
+  holding = [share for share in shares if _holds_protected(share, prompts)]
   full = Plan(FullKV(), Retention(1.0), per_query_head=plan.per_query_head)
-  grid = [
-    # What evicts while decoding follows later, and does not recite.
-    dataclasses.replace(
-      plan, budget=Retention(share, budget.rounding), decoding=None
-    )
-    for share in budget.calibration.grid
-  ]
+  # What evicts while decoding follows later, and does not recite.
+  bare = dataclasses.replace(plan, budget=Retention(1.0), decoding=None)
+  grid = [dataclasses.replace(bare, budget=share) for share in holding]
   nothing = Requested(likelihood=False, scores=())
   swept = sweep_prompts(model, params, prompts, [full, *grid], nothing)
-  return recited(
-    model,
-    params,
-    prompts,
-    swept.caches[0],
-    swept.caches[1:],
-    dict(budget.calibration.token_weights),
-  ).T
+  first, *others = swept.caches
+  weights = dict(record.token_weights)
+  found = recited(model, params, prompts, first, others, weights).T
+  missing = len(shares) - len(holding)
+  found = np.pad(found, ((0, 0), (missing, 0)), constant_values=-np.inf)
+  return np.where(_counted(prompts, weights)[:, None], found, np.nan)
+
+
+def _holds_protected(share: Retention, prompts: Prompts) -> bool:
+  """Whether it keeps as many tokens of each row as are protected."""
+  if prompts.protected is None:
+    return True
+  protected = np.sum(read(prompts.protected), axis=1)
+  kept = [share.num_kept(int(n)) for n in prompts.known_lengths]
+  return bool(np.all(protected <= kept))
+
+
+def _counted(
+  prompts: Prompts, weights: Mapping[int, float]
+) -> Bool[np.ndarray, " B"]:
+  """Whether rows have a token that counts; warns of those that do not."""
+  rows = _recitation(prompts).rows()
+  counted = np.array([not weights.keys().isdisjoint(row) for row in rows])
+  counted |= not weights
+  if not np.all(counted):
+    warn(
+      f"{np.sum(~counted)} of {len(rows)} prompts keep everything, as they "
+      "have no token that the answers of the calibration had; calibrate on "
+      "contexts like them."
+    )
+  return counted
 
 
 def check_recitable(model: Model, prompts: Prompts) -> None:
@@ -164,6 +191,18 @@ def check_recitable(model: Model, prompts: Prompts) -> None:
   check_context(model, total, "The prompt, with all of it recited,")
 
 
+def _check_weights(weights: Any) -> None:
+  """Refuses what is not given by token, for callers without a type checker."""
+  if weights is None:
+    return
+  given = weights.values() if isinstance(weights, Mapping) else [math.nan]
+  if not all(0 <= x < math.inf for x in given):
+    raise InputError(
+      "The weights of tokens are finite numbers from 0 on by token id, as in "
+      f"dict(record.token_weights); {weights!r:.80} is another."
+    )
+
+
 def _check_rows(prompts: Prompts, caches: Sequence[Cache]) -> None:
   rows = len(prompts.tokens)
   for cache in caches:
@@ -172,6 +211,12 @@ def _check_rows(prompts: Prompts, caches: Sequence[Cache]) -> None:
         f"There are {rows} prompts, and a cache has "
         f"{len(cache.next_positions)} rows; give the caches of these prompts."
       )
+  full, *_ = caches
+  if np.any(read(full.next_positions) != prompts.known_lengths):
+    raise InputError(
+      "The full cache is that of other prompts, as its rows have other "
+      "lengths; give that of these prompts."
+    )
 
 
 def _request(prompts: Prompts) -> Prompts:

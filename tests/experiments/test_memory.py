@@ -65,5 +65,21 @@ def test_retrieval_keeps_everything(tiny, chosen):
   assert memory.cache_bytes(tiny, retrieval, 128) == full
 
 
+def test_all_caches_that_recite_count(tiny, chosen):
+  full = memory.cache_bytes(tiny, chosen[0], 128)
+  plan = kvjax.get_plan("keydiff", kvjax.Retention(1.0))
+  record = kvjax.Calibration(
+    *(0.0, 0.0, "tiny", plan.prompt_label, False),
+    tau_range=(0.1, 1.0),
+    error=0.0,
+    triples=1,
+    preset="recite",
+    grid=(0.25, 0.5),
+  )
+  plan = dataclasses.replace(plan, budget=kvjax.Calibrated(record, 0.9))
+  made = Candidate("keydiff", plan)
+  assert memory.cache_bytes(tiny, made, 128) == 1.75 * full
+
+
 def test_a_machine_has_memory():
   assert memory._memory() > 2**28

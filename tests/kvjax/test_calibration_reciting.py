@@ -8,6 +8,7 @@ import pytest
 
 import kvjax
 from kvjax.calibration.conformal import TARGETS
+from kvjax.calibration.reciting import digest
 from kvjax.calibration.record import Calibration
 from kvjax.errors import InputError
 from kvjax.methods import KeyDiff
@@ -170,7 +171,10 @@ def test_a_record_says_what_it_was_made_of():
   assert [task for task, _ in record.r2] == ["all", "one", "two"]
   both = np.concatenate([triples.length, others.length])
   assert record.ranges == (("length", both.min(), both.max()),)
-  assert record.formula == "recited by 2 weights, 1.5 in all"
+  label = f"recited at 0.1+0.25+0.5+0.9, weights {digest(record.token_weights)}"
+  assert record.formula == label
+  other = dataclasses.replace(record, token_weights=((3, 0.5), (9, 1.0)))
+  assert other.formula != label
 
 
 def test_a_record_is_saved_and_loaded(tmp_path):

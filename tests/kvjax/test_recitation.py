@@ -133,6 +133,11 @@ def test_what_is_not_a_number_stays_none():
   assert np.isnan(found).any()
 
 
+def test_no_cache_recites_nothing(caches):
+  found = kvjax.recited(MODEL, PARAMS, PROMPTS, caches["full"], [])
+  assert found.shape == (0, len(ROWS))
+
+
 def test_mistakes_are_explained(caches):
   one = {"full": caches["full"]}
   for request in (None, kvjax.RepeatRequest(later=(1, 2))):
@@ -140,6 +145,11 @@ def test_mistakes_are_explained(caches):
       recited(one, prompts_of(request=request))
   with pytest.raises(InputError, match="There are 3 prompts, and a cache has"):
     recited(one, prompts_of(ROWS[:3]))
+  with pytest.raises(InputError, match="is that of other prompts"):
+    recited(one, prompts_of([row[:-1] for row in ROWS]))
+  for weights in ({5: -1.0}, {5: np.nan}):
+    with pytest.raises(InputError, match="are finite numbers from 0 on by"):
+      recited(one, weights=weights)
   foreign = dataclasses.replace(REQUEST, first=(99,))
   with pytest.raises(InputError, match="99"):
     recited(one, prompts_of(request=foreign))
@@ -151,3 +161,9 @@ def test_mistakes_are_explained(caches):
   evicting, _ = kvjax.prefill(MODEL, PARAMS, PROMPTS, plan)
   with pytest.raises(InputError, match="goes on evicting every 2"):
     kvjax.recited(MODEL, PARAMS, PROMPTS, caches["full"], [evicting])
+
+
+def test_pairs_are_no_mapping(caches, untyped):
+  pairs = ((5, 0.5),)
+  with pytest.raises(InputError, match="are finite numbers from 0 on by"):
+    recited({"full": caches["full"]}, weights=pairs)

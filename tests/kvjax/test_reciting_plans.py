@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax.engine import recitation
 from kvjax.errors import InputError
 from kvjax.testing import TinyModel, kept_positions
 
@@ -111,7 +112,8 @@ def test_fixed_and_reciting_plans_share_a_pass():
   assert [features.recited is None for features in found.features] == [
     True,
     False,
-    False,
+    # Everything is kept, whatever is recited.
+    True,
   ]
   assert found.retentions[0] is None
   assert found.retentions[2].tolist() == [1] * len(ROWS)
@@ -155,7 +157,31 @@ def test_prompts_that_cannot_be_recited_are_refused():
   long = kvjax.Prompts.of([[7] * 2047], repeat_request=REQUEST)
   with pytest.raises(InputError, match="recited, has 4098 tokens"):
     kvjax.sweep(MODEL, PARAMS, long, [plan])
-  protected = [[True] * 20 + [False] * (len(row) - 20) for row in ROWS[:3]]
-  prompts = kvjax.Prompts.of(ROWS[:3], None, protected, REQUEST)
-  with pytest.raises(InputError, match="are protected"):
-    kvjax.prefill(MODEL, PARAMS, prompts, plan)
+
+
+@pytest.mark.filterwarnings("error")
+def test_what_needs_no_recital_is_not_recited(monkeypatch):
+  """Of a target that no promise reaches, everything is kept."""
+  plan = reciting("keydiff", 0.5)
+  record = dataclasses.replace(plan.budget.calibration, promises=((0.5, 0.4),))
+  plan = dataclasses.replace(plan, budget=kvjax.Calibrated(record, 0.5))
+  monkeypatch.setattr(recitation, "recited", None)
+  found = kvjax.measured_sweep(MODEL, PARAMS, PROMPTS, [plan])
+  assert found.retentions[0].tolist() == [1, 1, 1, 1]
+
+
+def test_rows_without_a_token_that_counts_keep_everything():
+  rare = (sorted({*ROWS[0]} - {*ROWS[1], *ROWS[2], *ROWS[3]})[0], 0.5)
+  plan = reciting("keydiff", 0.01, weights=(rare,))
+  with pytest.warns(kvjax.InputWarning, match="3 of 4 prompts keep everything"):
+    found = kvjax.measured_sweep(MODEL, PARAMS, PROMPTS, [plan])
+  assert found.retentions[0].tolist() == [0.2, 1, 1, 1]
+
+
+def test_retentions_that_cannot_hold_protected_tokens_are_not_chosen():
+  plan = reciting("keydiff", 0.01)
+  # 11 of 50 tokens; 0.2 keeps 10 of them.
+  protected = [[True] * 11 + [False] * (len(row) - 11) for row in ROWS[:2]]
+  prompts = kvjax.Prompts.of(ROWS[:2], None, protected, REQUEST)
+  found = kvjax.measured_sweep(MODEL, PARAMS, prompts, [plan])
+  assert found.retentions[0].tolist() == [0.4, 0.4]
