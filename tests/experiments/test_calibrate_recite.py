@@ -217,7 +217,7 @@ def test_tables_and_pictures_show_recitals(fitted):
   error = f"{fitted.calibration.error:.3f}"
   assert rules.lines[0][:3] == ["keydiff", tables.wording.NOTHING, error]
   report = tables.markdown(summary, [])
-  assert "from which on the caches recite the context" in report
+  assert "from which on all caches recite the context" in report
   (axes,) = pictures.ratio_curves([fitted], "title").axes
   for index, task in enumerate(("easy", "hard")):
     curve, _ = axes.get_lines()[2 * index : 2 * index + 2]
