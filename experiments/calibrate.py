@@ -116,7 +116,8 @@ _OTHERS = flags.DEFINE_integer(
   "others",
   12,
   "Other samples per task and length, to test what --rule=prefill and "
-  "--rule=recite keep; 0: test them on --samples.",
+  "--rule=recite keep; 0: test the former by cross-validation, and the latter "
+  "on the --samples that its weights are of.",
   lower_bound=0,
   upper_bound=run_inputs.MOST_SAMPLES,
 )

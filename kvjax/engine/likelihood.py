@@ -89,7 +89,7 @@ def answer_nll(
     (2,)
   """
   asked = _asked(model, cache, questions, answers)
-  return _answer_nll(model, params, cache, *asked)
+  return _answer_nll(model, params, cache, asked)
 
 
 def token_nll(
@@ -104,7 +104,7 @@ def token_nll(
   Arguments and errors are those of `answer_nll`.
   """
   asked = _asked(model, cache, questions, answers)
-  return _token_nll(model, params, cache, *asked)
+  return _token_nll(model, params, cache, asked)
 
 
 class _Asked(NamedTuple):
@@ -275,31 +275,18 @@ def _nll(
 
 @functools.partial(jax.jit, static_argnames=("model",))
 def _answer_nll(
-  model: Model,
-  params: PyTree,
-  cache: Cache,
-  tokens: Int[Array, "B S"],
-  question_lengths: Int[Array, " B"],
-  answers: Int[Array, "B A"],
-  answer_lengths: Int[Array, " B"],
+  model: Model, params: PyTree, cache: Cache, asked: _Asked
 ) -> Float[Array, " B"]:
-  losses = _token_nll(
-    model, params, cache, tokens, question_lengths, answers, answer_lengths
-  )
-  index = jnp.arange(answers.shape[1], dtype=jnp.int32)[None]
-  return _mean(losses, (index < answer_lengths[:, None])[None])[0]
+  losses = _token_nll(model, params, cache, asked)
+  index = jnp.arange(losses.shape[1], dtype=jnp.int32)[None]
+  return _mean(losses, (index < asked.answer_lengths[:, None])[None])[0]
 
 
 @functools.partial(jax.jit, static_argnames=("model",))
 def _token_nll(
-  model: Model,
-  params: PyTree,
-  cache: Cache,
-  tokens: Int[Array, "B S"],
-  question_lengths: Int[Array, " B"],
-  answers: Int[Array, "B A"],
-  answer_lengths: Int[Array, " B"],
+  model: Model, params: PyTree, cache: Cache, asked: _Asked
 ) -> Float[Array, "B A"]:
+  tokens, question_lengths, answers, answer_lengths = asked
   width = tokens.shape[1]
   capacities = [
     None if stack.capacity is None else stack.capacity + width

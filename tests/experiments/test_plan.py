@@ -6,6 +6,7 @@ import importlib.util
 import jax
 import numpy as np
 import pytest
+from plans_here import HALF, USE, here, planned
 from tiny_published import TINY
 
 import kvjax
@@ -20,15 +21,10 @@ from kvjax.experiments.planning import (
   tables,
 )
 from kvjax.experiments.planning import sizes as sizes_module
-from kvjax.experiments.planning.compiling import Needs, Planned, Sent
-from kvjax.experiments.planning.sizes import Sizes, sizes
+from kvjax.experiments.planning.compiling import Needs, Sent
+from kvjax.experiments.planning.sizes import sizes
 from kvjax.experiments.tpu import chips, engine_programs
-from kvjax.experiments.tpu.engine_programs import Use
 from kvjax.experiments.tpu.published import LLAMA
-
-HALF = kvjax.get_plan("keydiff", kvjax.Retention(0.5))
-USE = Use("keydiff", "", HALF, 96, TINY, rows=2, answer=32)
-HBM = 10**7
 
 
 @pytest.fixture
@@ -44,17 +40,6 @@ def for_this_machine(monkeypatch):
 
 def silent(about, count):
   del about, count
-
-
-def here(rows=1, **changed):
-  """This machine's four devices in place of a slice's."""
-  devices = tuple(jax.devices()[:4])
-  return chips.Chip(
-    *("v5e-4", "v5e:2x2", devices, HBM, 2**20, 10**9, 10**12),
-    rows=rows,
-    kv_heads=2,
-    **changed,
-  )
 
 
 @pytest.mark.parametrize("rows", [1, 2])
@@ -174,77 +159,6 @@ def test_a_line_goes_through_two_depths():
   assert compiling.extrapolate((2, 4), (two, four), 10) == Needs(
     26, 260, {"all-reduce": Sent(21, 210), "all-gather": Sent(8, 32)}
   )
-
-
-def planned(rows, temporary=(400, 100), hbm=10_000, weights=2_000, **changed):
-  """A plan whose cache takes 500 bytes a row."""
-  taken = Sizes(
-    weights=weights,
-    cache=500 * rows,
-    host=0,
-    copies=0,
-    read=3_000,
-    flops=2e6,
-    kinds=1,
-    retrieves=False,
-  )
-  sent = {"all-reduce": Sent(2, 4_000), "all-gather": Sent(1, 1_000)}
-  prefill, decode = (
-    Needs(each * rows, 1_000, sent if number else {})
-    for number, each in enumerate(temporary)
-  )
-  return Planned(
-    dataclasses.replace(USE, rows=rows),
-    dataclasses.replace(here(), hbm_bytes=hbm),
-    taken._replace(**changed),
-    prefill,
-    decode,
-  )
-
-
-def test_the_largest_batch_is_on_the_line_through_two():
-  found = batches.largest(planned(1), planned(2))
-  assert found == ((10_000 - 2_000) // 900, (10_000 - 2_000) // 600)
-  # From 3 rows on, another program needs 2,000 bytes more.
-  beyond = 3, Needs(2_300, 0, {})
-  assert batches.largest(planned(1), planned(2), beyond) == (
-    (10_000 - 2_000) // 900,
-    (10_000 - 2_000 - 2_000) // 600,
-  )
-  # In multiples of the devices that share out rows.
-  line = batches.Line.through((2, 4), (3_000, 4_000))
-  assert line == (2_000, 500)
-  assert line.most(10_000, 4) == 16
-  assert line.most(1_999, 4) == 0
-  # What does not grow does not shrink either.
-  assert batches.Line.through((2, 4), (4_000, 3_000)) == (4_000, 0)
-
-
-# The rows and bytes of the larger of two batches, of the least that another
-# program decodes, and the most rows of 500 bytes each in 4,000.
-DECODED = {
-  # It needs 100 for each row besides 1,600, then 3,000, or the same for all.
-  "by a line of its own": ((4, 2_000), (3, 1_900), 4),
-  "none by its line": ((4, 3_400), (3, 3_300), 2),
-  "level": ((8, 1_000), (4, 1_000), 6),
-  # As the first one, 50 for each.
-  "from one batch": ((4, 1_000), (4, 1_000), 5),
-  # As many as the first one decodes: 550 for each.
-  "too large": ((8, 9_000), (8, 9_000), 7),
-  "too large beyond": ((4, 9_000), (4, 9_000), 3),
-}
-
-
-@pytest.mark.parametrize("case", DECODED)
-def test_the_largest_batch_is_of_the_program_that_decodes_it(case):
-  (large_rows, large_bytes), (rows, nbytes), most = DECODED[case]
-  small, large = planned(2, hbm=6_000), planned(large_rows, hbm=6_000)
-  small, large = (
-    dataclasses.replace(each, decode=Needs(temporary, 0, {}))
-    for each, temporary in ((small, 100), (large, large_bytes))
-  )
-  found = batches.largest(small, large, (rows, Needs(nbytes, 0, {})))
-  assert found.decode == most
 
 
 @pytest.mark.parametrize("rows", [1, 2])
