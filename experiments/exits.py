@@ -18,6 +18,8 @@ PREEMPTED = 128 + signal.SIGTERM
 UNREAD = 128 + signal.SIGPIPE
 # Set while a program has work to save, and does so before SIGTERM ends it.
 POSTPONED = threading.Event()
+# Set while a program runs another one, which ends first.
+WAITING = threading.Event()
 
 
 class StoppedError(Exception):

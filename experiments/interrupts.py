@@ -15,21 +15,39 @@ _AGAIN_SECONDS = 0.02
 _GRACE_SECONDS = 1.0
 # The same for work that is saved first; launchers give notice of 30 or more.
 SAVING_SECONDS = 25.0
+# The same for a program that this one runs, and waits for.
+_CHILD_SECONDS = SAVING_SECONDS + 3 * _GRACE_SECONDS
+
+_Handler = Callable[[int, types.FrameType | None], None]
 
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
   """Lets SIGTERM raise an interrupt, as SIGINT does, and neither get lost.
 
-  Schedulers of batch systems send SIGTERM before they kill. Python drops what
-  is raised while it collects garbage, where JAX has a callback, so that an
-  interrupt there would only be reported. It is repeated a moment later.
+  Schedulers of batch systems send SIGTERM before they kill. Of a program that
+  runs this one, it comes after the terminal's SIGINT, or twice: it does not
+  interrupt what this one does in the end. Another SIGINT does.
+
+  Python drops what is raised while it collects garbage, where JAX has a
+  callback, so that an interrupt there would only be reported. It is repeated a
+  moment later.
   """
   # Only the main thread can say what signals do.
   if threading.current_thread() is not threading.main_thread():
     yield
     return
   report = sys.unraisablehook
+  ending = threading.Event()
+
+  def interrupt(number: int, frame: types.FrameType | None) -> None:
+    ending.set()
+    raise KeyboardInterrupt
+
+  def end(number: int, frame: types.FrameType | None) -> None:
+    if not ending.is_set():
+      ending.set()
+      raise exits.Preempted
 
   def repeat(dropped: "sys.UnraisableHookArgs") -> None:
     if issubclass(dropped.exc_type, KeyboardInterrupt):
@@ -38,9 +56,11 @@ def interruptible() -> Iterator[None]:
     else:
       report(dropped)
 
-  numbers = (signal.SIGTERM, signal.SIGALRM)
-  handler = _raising(exits.Preempted)
-  before = [(number, signal.signal(number, handler)) for number in numbers]
+  handlers: dict[int, _Handler] = {signal.SIGTERM: end, signal.SIGALRM: end}
+  # Shells let programs in the background ignore it.
+  if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    handlers[signal.SIGINT] = interrupt
+  before = [(n, signal.signal(n, handler)) for n, handler in handlers.items()]
   sys.unraisablehook = repeat
   try:
     with _at_once():
@@ -52,9 +72,7 @@ def interruptible() -> Iterator[None]:
       signal.signal(number, earlier)
 
 
-def _raising(
-  interrupt: type[KeyboardInterrupt],
-) -> Callable[[int, types.FrameType | None], None]:
+def _raising(interrupt: type[KeyboardInterrupt]) -> _Handler:
   """Returns a handler of signals that raises an interrupt."""
 
   def handle(number: int, frame: types.FrameType | None) -> None:
@@ -67,8 +85,8 @@ def _raising(
 def _at_once() -> Iterator[None]:
   """Ends the process if a signal is not acted on within a second.
 
-  SIGTERM waits longer for programs that save their work first, and what goes to
-  an address is sent.
+  SIGTERM waits longer for programs that save their work first, and both signals
+  for another program that this one runs. What goes to an address is sent.
 
   Python's handlers wait for the main thread, which may be compiling. The number
   of a signal is written to a pipe in any case, where another thread reads it.
@@ -85,6 +103,8 @@ def _at_once() -> Iterator[None]:
           break
       saves = number == bytes([signal.SIGTERM]) and exits.POSTPONED.is_set()
       seconds = SAVING_SECONDS if saves else _GRACE_SECONDS
+      if exits.WAITING.is_set():
+        seconds = _CHILD_SECONDS
       if number and not acted.wait(seconds):
         # A progress bar may have hidden the cursor, and is in mid-line.
         shown = "\x1b[?25h\n" if sys.stderr.isatty() else ""

@@ -21,10 +21,12 @@ all answers for each run. An interrupted run resumes where it stopped. With
 `--multihost`, hosts that run the same command share the contexts.
 """
 
+import pathlib
 from collections.abc import Mapping, Sequence
 
 from absl import flags
 
+from kvjax import addresses
 from kvjax.calibration.curve import check_tau
 from kvjax.errors import InputError
 from kvjax.experiments import cli
@@ -94,7 +96,9 @@ _LENGTH = flags.DEFINE_integer(
   lower_bound=1,
 )
 _OUTPUT = flags.DEFINE_string(
-  "output", "results/papers", "Parent folder of the experiment folders."
+  "output",
+  "results/papers",
+  "Parent folder of the experiment folders, or its address.",
 )
 
 
@@ -116,22 +120,19 @@ def main(ids: Sequence[str]) -> None:
   sources = Sources(data, text_inputs.texts())
   _check_overrides(chosen, given, sources)
   _check_hosts(chosen)
-  output = outputs.folder(_OUTPUT.value)
-  name = run_inputs.model_name().replace("/", "--")  # the hub's org/name
-  folders = {e.id: output / e.id / name for e in chosen}
+  dry = dry_run_inputs.DRY_RUN.value
+  _check_output(chosen)
+  outputs.check_run(_OUTPUT.value, writes=not dry)
   for experiment in chosen:
     if experiment.why_not:
       execution.refuse(experiment, console)
   # Run programs before loading the model: a device rarely fits two models.
-  dry = dry_run_inputs.DRY_RUN.value
   for experiment in chosen:
-    target = folders[experiment.id]
     if experiment.programs and dry:
-      execution.foresee_call(experiment, given, target, console)
+      execution.foresee_call(experiment, given, _folder(experiment), console)
     elif experiment.programs:
-      execution.call(
-        experiment, run_inputs.model_name(), given, target, console
-      )
+      name, folder = run_inputs.model_name(), _folder(experiment)
+      execution.call(experiment, name, given, folder, console)
   remaining = [e for e in chosen if e.parts and not e.programs]
   if not remaining:
     return
@@ -149,7 +150,16 @@ def main(ids: Sequence[str]) -> None:
     )
     run = execution.foresee if dry else execution.run
     for experiment in remaining:
-      run(experiment, session, folders[experiment.id], console)
+      run(experiment, session, _folder(experiment), console)
+
+
+def _folder(experiment: Experiment) -> pathlib.Path:
+  """Returns the folder of an experiment, or a copy; see `outputs.run_folder`.
+
+  It is that of the model, whose slash in a name of the hub is none of a path.
+  """
+  parent = f"{_OUTPUT.value.rstrip('/')}/{experiment.id}"
+  return outputs.run_folder(parent, run_inputs.model_name().replace("/", "--"))
 
 
 def _check_overrides(
@@ -203,6 +213,22 @@ def _check_data(chosen: Sequence[Experiment]) -> None:
       f"{each}, which one --data cannot be; run them one after the other, each "
       "with its own."
     )
+
+
+def _check_output(chosen: Sequence[Experiment]) -> None:
+  """Rejects an address where other programs would write to it.
+
+  Raises:
+    InputError: an experiment runs some, not all of which can.
+  """
+  if not addresses.is_address(_OUTPUT.value):
+    return
+  for experiment in chosen:
+    if experiment.programs:
+      raise InputError(
+        f"{experiment.id} runs other programs, which write to folders of this "
+        f"machine; give one as --output instead of {_OUTPUT.value}."
+      )
 
 
 def _check_hosts(chosen: Sequence[Experiment]) -> None:
@@ -264,4 +290,4 @@ def _given() -> dict[str, str]:
 
 
 if __name__ == "__main__":
-  cli.run_on_arguments(main)
+  cli.run_on_arguments(main, sends=True)

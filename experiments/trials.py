@@ -52,7 +52,7 @@ _MARGIN = flags.DEFINE_float(
   "margin", 5.0, "Difference of scores, in points of 100, that counts as none."
 )
 _OUTPUT = flags.DEFINE_string(
-  "output", "results/trials", "Parent folder of the trials."
+  "output", "results/trials", "Parent folder of the trials, or its address."
 )
 
 
@@ -60,39 +60,45 @@ def main(arguments: Sequence[str]) -> None:
   """Runs the trials, then compares the methods."""
   _check(arguments)
   shared = passed_on((host_inputs,))
+  output, dry = _OUTPUT.value, dry_run_inputs.DRY_RUN.value
   # Of several hosts, the first one alone must be able to write, which the
   # trials check.
-  output = (
-    pathlib.Path(_OUTPUT.value) if shared else outputs.folder(_OUTPUT.value)
-  )
+  if not shared:
+    outputs.check_run(output, writes=not dry)
   first = _FIRST_SEED.value
-  folders = {
-    seed: output / f"seed_{seed}"
-    for seed in range(first, first + _TRIALS.value)
-  }
-  if dry_run_inputs.DRY_RUN.value:
-    _evaluate(folders[first], first, [*arguments, *shared, "--dry_run"])
+  seeds = range(first, first + _TRIALS.value)
+  if dry:
+    _evaluate(output, first, [*arguments, *shared, "--dry_run"])
     host_inputs.start()
     say(f"This is the first of {_TRIALS.value} trials, which cost the same.")
     return
   if not shared:
     cli.announce()
-  for seed, folder in folders.items():
-    _evaluate(folder, seed, [*arguments, *shared])
+  for seed in seeds:
+    _evaluate(output, seed, [*arguments, *shared])
     if not shared:
       # What cannot be read ends the trials early.
-      run_files.find_one(folder)
+      run_files.find_one(outputs.run_folder(output, _name(seed)))
   # The trials, which had the devices, met at this place themselves.
   host_inputs.start()
+  folder = outputs.run_folder(output)
   if multihost.is_first():
-    _report(output, [run_files.find_one(each) for each in folders.values()])
+    _report(
+      folder, [run_files.find_one(folder / _name(each)) for each in seeds]
+    )
 
 
-def _evaluate(
-  folder: pathlib.Path, seed: int, arguments: Sequence[str]
-) -> None:
-  """Runs the trial of a seed."""
-  given = [*arguments, f"--seed={seed}", f"--output={folder}"]
+def _name(seed: int) -> str:
+  """Name of a trial's folder."""
+  return f"seed_{seed}"
+
+
+def _evaluate(output: str, seed: int, arguments: Sequence[str]) -> None:
+  """Runs the trial of a seed, which sends its files itself."""
+  given = [
+    *(*arguments, f"--seed={seed}"),
+    f"--output={output.rstrip('/')}/{_name(seed)}",
+  ]
   children.run_or_exit("kvjax.experiments.evaluate", given)
 
 
@@ -143,4 +149,4 @@ def _report(output: pathlib.Path, runs: Sequence[run_files.Record]) -> None:
 
 
 if __name__ == "__main__":
-  cli.run_on_arguments(main)
+  cli.run_on_arguments(main, sends=True)

@@ -20,7 +20,7 @@ from kvjax.experiments.papers.running import Session
 from kvjax.experiments.report import formats, wording
 from kvjax.experiments.report.formats import Table
 from kvjax.experiments.report.pictures import png
-from kvjax.experiments.run import environment, outputs
+from kvjax.experiments.run import environment, outputs, sending
 from kvjax.experiments.run.progress_bar import progress_bar
 
 # A line per cell or table, for other programs.
@@ -37,6 +37,7 @@ class _Report:
     self._parts: list[str | Table] = [f"# {formats.escaped(text)}"]
 
   def say(self, text: str) -> None:
+    text = sending.named(text)
     self._console.print(text, markup=False)
     self._parts.append(formats.escaped(text))
 
@@ -58,9 +59,8 @@ class _Report:
     self.quote(experiment)
     outputs.write_text(folder / "paper.md", formats.document(*self._parts))
     outputs.write_json(folder / "paper.json", data)
-    self._console.print(
-      f"Written to {folder / 'paper.md'}", markup=False, soft_wrap=True
-    )
+    said = sending.named(f"Written to {folder / 'paper.md'}")
+    self._console.print(said, markup=False, soft_wrap=True)
 
   def say_minutes(self, experiment: Experiment) -> None:
     minutes = wording.count(experiment.minutes, "minute")

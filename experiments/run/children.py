@@ -40,6 +40,7 @@ def run(
   command = [sys.executable, "-m", module, *arguments]
   stdout = subprocess.PIPE if keep else None
   with subprocess.Popen(command, stdout=stdout, text=True) as process:
+    exits.WAITING.set()
     try:
       printed, _ = process.communicate()
     except KeyboardInterrupt:
@@ -47,6 +48,8 @@ def run(
       # It may still print more than a pipe holds.
       process.communicate()
       raise
+    finally:
+      exits.WAITING.clear()
   code = process.returncode
   if code in (-signal.SIGINT, exits.INTERRUPTED):
     raise KeyboardInterrupt

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -82,3 +84,62 @@ def test_a_program_that_aborts_ends_with_the_code_that_shells_show(program):
   with pytest.raises(SystemExit) as failed:
     children.run_or_exit(program("import os\nos.abort()"), [])
   assert failed.value.code == 134
+
+
+# Runs another program, as trials do.
+RUNS_ANOTHER = """
+import sys
+from kvjax.experiments import exits, interrupts
+from kvjax.experiments.run import children
+try:
+  with interrupts.interruptible():
+    children.run("child", sys.argv[1:])
+except exits.Preempted:
+  sys.exit(143)
+except KeyboardInterrupt:
+  sys.exit(130)
+"""
+# Takes three seconds to send what it has written to an address.
+SENDS = """
+import sys, time
+from kvjax import addresses
+from kvjax.experiments import interrupts
+from kvjax.experiments.run import outputs, sending
+real = addresses.Place.send
+def send(*given):
+  print("sending", flush=True)
+  time.sleep(3)
+  real(*given)
+addresses.Place.send = send
+with interrupts.interruptible(), sending.sending():
+  (outputs.run_folder(sys.argv[1]) / "answers").write_text("all")
+  print("answered", flush=True)
+  time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(
+  ("number", "to_all", "code"),
+  [
+    # Ctrl-C, to which both programs of a terminal listen.
+    (signal.SIGINT, True, 130),
+    (signal.SIGINT, False, 130),
+    (signal.SIGTERM, True, 143),
+  ],
+)
+def test_what_a_program_has_written_is_sent_before_it_ends(
+  program, tmp_path, number, to_all, code
+):
+  program(SENDS)
+  there = tmp_path / "there" / "runs"
+  command = [sys.executable, "-c", RUNS_ANOTHER, f"file://{there}"]
+  with subprocess.Popen(
+    command, stdout=subprocess.PIPE, text=True, start_new_session=True
+  ) as process:
+    assert process.stdout.readline() == "answered\n"
+    send = os.killpg if to_all else os.kill
+    send(process.pid, number)
+    assert process.wait(60) == code
+    # The program that is run has ended first.
+    assert (there / "answers").read_text() == "all"
+    assert process.stdout.read() == "sending\n"

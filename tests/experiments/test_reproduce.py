@@ -32,7 +32,8 @@ def test_an_analysis_runs_and_what_cannot_be_says_why(
   binary, tiny_directory, tmp_path
 ):
   # A model of the user's, without data: the needles are asked of it.
-  arguments = (f"--model={tiny_directory}", f"--output={tmp_path}")
+  address = f"file://{tmp_path}"
+  arguments = (f"--model={tiny_directory}", f"--output={address}")
   result = binary("E2.8", "E4.4", *arguments, "--length=256", "--samples=1")
   assert result.returncode == 0, result.stderr
   assert "tiny on generated data: not the paper's data;" in result.stdout
@@ -42,6 +43,8 @@ def test_an_analysis_runs_and_what_cannot_be_says_why(
     "E2.8/tiny/paper.md",
     "E2.8/tiny/paper.json",
   }
+  assert f"\nWritten to {address}/E2.8/tiny/paper.md\n" in result.stdout
+  assert "kvjax-" not in result.stdout
 
 
 @pytest.mark.slow
@@ -77,6 +80,7 @@ def test_every_analysis_writes_its_pictures(binary, tiny_directory, tmp_path):
     (["E1.1", "--samples=0"], "--samples=0"),
     (["E4.1", "--length=512"], "--length does not go with an experiment that"),
     (["E1.1", "--output=/proc/x"], "/proc/x cannot be written"),
+    (["E3.6", "--output=memory://a/b"], "E3.6 runs other programs, which wri"),
     (["E3.7", "--tau=0"], "above 0 and at most 1; 0 is not."),
     (["E3.5", "--tau=nan"], "above 0 and at most 1; nan is not."),
     (["E3.5", "E5.1", "--tau=0.9"], "--tau is for E3.5 to E3.7, not for E5.1"),

@@ -113,25 +113,27 @@ def test_what_they_cost_is_said_before_they_run(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["", "file://"], ids=["folder", "address"])
 def test_runs_with_other_flags_are_no_further_trials(
-  run_binary, tiny_directory, tmp_path
+  run_binary, tiny_directory, tmp_path, scheme
 ):
   # Neither markup nor too long for a line.
   output = tmp_path / ("[bold]" + 80 * "a")
+  given = f"{scheme}{output}"
   arguments = [
     *("kvjax.experiments.trials", "--trials=2", "--first_seed=3"),
-    *(f"--output={output}", "--"),
+    *(f"--output={given}", "--"),
     *(f"--model={tiny_directory}", "--methods=streaming", "--retention=0.5"),
     *("--benchmark=needle", "--length=128", "--samples=1"),
   ]
   for _ in range(2):
     result = run_binary(*arguments)
     assert result.returncode == 0, result.stderr
-    assert f"\nAll in {output}\n" in result.stdout
+    assert f"\nAll in {given}\n" in result.stdout
     made = json.loads((output / "trials.json").read_text())
     assert [len(each["scores"]) for each in made["trials"]] == [2, 2]
   other = run_binary(*arguments, "--heads=query")
   assert other.returncode == 2
-  assert "seed_3 holds 2 runs, whose settings differ" in other.stderr
+  assert f"{given}/seed_3 holds 2 runs, whose settings" in other.stderr
   # It does not wait for all trials.
   assert len([*(output / "seed_4").iterdir()]) == 1
