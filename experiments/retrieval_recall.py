@@ -5,7 +5,8 @@
 prefills needle prompts with their questions, decodes with the full cache, and
 lets each retrieval method retrieve keys for the model's real queries. It prints
 a table and writes results/retrieval/{summary.json,table.md}. The numbers are
-means over tasks, samples, tokens, heads and the layers with an index:
+means over tasks, samples, tokens, heads and the layers with an index, those of
+recall and error with 95 % intervals over samples:
 
 - recall: share of the stored keys of exact search that are retrieved;
 - output error: |o - o_dense| / |o_dense| of a head's attention output;
@@ -24,6 +25,7 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 from absl import flags
 
 import kvjax
@@ -42,6 +44,7 @@ from kvjax.experiments.report.formats import Table
 from kvjax.experiments.run import (
   comparison,
   environment,
+  intervals,
   multihost,
   outputs,
   progress_bar,
@@ -101,7 +104,7 @@ def main() -> None:
     )
     samples = needle_inputs.samples(lm)
     comparison.check_hosts(settings, comparison.wanted(chosen, samples))
-    quality_of, cosines = _measure(lm, chosen, samples)
+    measured = _measure(lm, chosen, samples)
     # Within the mesh, which says where it was.
     device = environment.device(devices)
   if not multihost.is_first():
@@ -113,19 +116,14 @@ def main() -> None:
     "steps": _STEPS.value,
     "device": device,
     "versions": environment.versions(),
-    "cosine_of_neighboring_queries": cosines,
+    "cosine_of_neighboring_queries": measured.cosines,
     "rows": [
-      {
-        "method": c.method,
-        "options": c.options,
-        "budget": c.budget,
-        **quality._asdict(),
-      }
-      for c, quality in zip(chosen, quality_of, strict=True)
+      {"method": c.method, "options": c.options, "budget": c.budget, **means}
+      for c, means in zip(chosen, measured.means, strict=True)
     ],
   }
   outputs.write_json(folder / "summary.json", summary)
-  layers = ", ".join(f"{cosine:.2f}" for cosine in cosines)
+  layers = ", ".join(f"{cosine:.2f}" for cosine in measured.cosines)
   benchmark_tables.show(
     folder,
     table(summary["rows"]),
@@ -142,8 +140,8 @@ def table(rows: Sequence[Mapping[str, Any]]) -> Table:
     (
       row["method"],
       row["budget"],
-      f"{100 * row['recall']:.1f}",
-      f"{100 * row['error']:.1f}",
+      _with_interval(row, "recall"),
+      _with_interval(row, "error"),
       f"{row['read']:.0f}",
     )
     for row in rows
@@ -152,75 +150,109 @@ def table(rows: Sequence[Mapping[str, Any]]) -> Table:
   return Table("", head, lines, names=2)
 
 
+def _with_interval(row: Mapping[str, Any], name: str) -> str:
+  """Formats a share and its 95 % interval in percent: `87.7 (86.0–89.1)`."""
+  ends = "–".join(f"{100 * end:.1f}" for end in row["intervals"][name])
+  return f"{100 * row[name]:.1f} ({ends})"
+
+
 class _Measured(NamedTuple):
+  """What is measured.
+
+  Attributes:
+    means: the means of each candidate, as rows of summary.json have them.
+    cosines: the mean cosine of neighboring queries of each layer.
+  """
+
+  means: list[dict[str, Any]]
+  cosines: list[float]
+
+
+class _Batch(NamedTuple):
   """What is measured on the prompts of a batch.
 
   Attributes:
-    size: number of prompts.
     cosines: the cosine of neighboring queries of each layer.
-    quality_of: the means of each candidate.
+    quality_of: the means of each candidate for every row.
   """
 
-  size: int
   cosines: list[float]
   quality_of: list[Quality]
 
 
 def _measure(
   lm: models.Pretrained, chosen: Sequence[Candidate], samples: results.Samples
-) -> tuple[list[Quality], list[float]]:
-  """Measures every candidate's means and every layer's cosine."""
+) -> _Measured:
+  """Measures every candidate and every layer's cosine."""
   prompts = [
-    Prompt.of_sample(lm.text, sample)
-    for drawn in samples.values()
+    (part.task, Prompt.of_sample(lm.text, sample))
+    for part, drawn in samples.items()
     for sample in drawn
   ]
-  check_context_length(lm, prompts)
-  shape = Shape.of(prompts, run_inputs.batch(), QUERY_AWARE)
+  tasks = [task for task, _ in prompts]
+  check_context_length(lm, [prompt for _, prompt in prompts])
+  shape = Shape.of([p for _, p in prompts], run_inputs.batch(), QUERY_AWARE)
   plans = [candidate.plan for candidate in chosen]
 
-  def measure(rows: Sequence[Prompt]) -> Iterator[list[_Measured]]:
-    contexts = kvjax.Prompts.of([p.prefilled for p in rows], shape.context)
+  def measure(rows: Sequence[tuple[str, Prompt]]) -> Iterator[list[_Batch]]:
+    tokens = [prompt.prefilled for _, prompt in rows]
+    contexts = kvjax.Prompts.of(tokens, shape.context)
     qualities, cosines = retrieval_quality.measure(
       lm.model, lm.params, contexts, plans, _STEPS.value
     )
-    means = list(map(retrieval_quality.mean, qualities))
-    yield [_Measured(len(rows), cosines, means)]
+    yield [_Batch(cosines, list(map(retrieval_quality.mean, qualities)))]
 
   batches = [
     prompts[start : start + shape.rows]
     for start in range(0, len(prompts), shape.rows)
   ]
-  measured: list[_Measured] = []
+  measured: list[_Batch] = []
   with progress_bar.progress_bar(
     len(batches), "measuring", transient=True
   ) as advance:
     for found in multihost.share(batches, measure, _encode, _decode):
       measured += found
       advance("measuring", len(found))
-  sizes = [each.size for each in measured]
-  of_candidates = zip(*(each.quality_of for each in measured), strict=True)
-  of_layers = zip(*(each.cosines for each in measured), strict=True)
-  return [_mean(qualities, sizes) for qualities in of_candidates], [
-    statistics.fmean(cosines, sizes) for cosines in of_layers
+  sizes = list(map(len, batches))
+  of_layers = zip(*(batch.cosines for batch in measured), strict=True)
+  of_candidates = zip(*(batch.quality_of for batch in measured), strict=True)
+  return _Measured(
+    [_means(qualities, tasks) for qualities in of_candidates],
+    [statistics.fmean(cosines, sizes) for cosines in of_layers],
+  )
+
+
+def _encode(measured: list[_Batch]) -> bytes:
+  lists = [
+    (cosines, [[each.tolist() for each in quality] for quality in quality_of])
+    for cosines, quality_of in measured
   ]
+  return json.dumps(lists).encode()
 
 
-def _encode(measured: list[_Measured]) -> bytes:
-  return json.dumps(measured).encode()
-
-
-def _decode(payload: bytes) -> list[_Measured]:
+def _decode(payload: bytes) -> list[_Batch]:
   return [
-    _Measured(size, cosines, [Quality(*means) for means in quality_of])
-    for size, cosines, quality_of in json.loads(payload)
+    _Batch(cosines, [Quality(*map(np.asarray, each)) for each in quality_of])
+    for cosines, quality_of in json.loads(payload)
   ]
 
 
-def _mean(quality_of: Sequence[Quality], sizes: Sequence[int]) -> Quality:
-  """Averages over batches of these sizes."""
-  values = zip(*quality_of, strict=True)
-  return Quality(*(statistics.fmean(each, sizes) for each in values))
+def _means(batches: Sequence[Quality], tasks: Sequence[str]) -> dict[str, Any]:
+  """Averages over the rows of all batches, with intervals.
+
+  Args:
+    batches: the means of every row of a batch.
+    tasks: tasks of all rows, in the order of the batches.
+  """
+  of_rows = Quality(*map(np.concatenate, zip(*batches, strict=True)))
+  means = {name: float(v.mean()) for name, v in of_rows._asdict().items()}
+  ends = {}
+  for name in ("recall", "error"):
+    by_task: dict[str, list[float]] = {}
+    for task, value in zip(tasks, getattr(of_rows, name), strict=True):
+      by_task.setdefault(task, []).append(float(value))
+    ends[name] = intervals.of_values(by_task)
+  return {**means, "intervals": ends}
 
 
 if __name__ == "__main__":

@@ -89,6 +89,15 @@ def of_scores(scores: Mapping[str, Sequence[float]]) -> tuple[float, float]:
   return _interval(apart, weights, 2, 0.0)
 
 
+def of_values(values: Mapping[str, Sequence[float]]) -> tuple[float, float]:
+  """Computes the 95 % interval of the mean of all values; see `of_ratio`.
+
+  Args:
+    values: the values of the samples of each task.
+  """
+  return of_ratio({k: [(v, 1.0) for v in values[k]] for k in values})
+
+
 def of_ratio(
   pairs: Mapping[str, Sequence[tuple[float, float]]],
 ) -> tuple[float, float]:

@@ -17,13 +17,14 @@ from kvjax.cache.cache import Cache
 from kvjax.cache.sparse import SparseLayer
 from kvjax.engine.forward import hidden_states
 from kvjax.errors import InputError
+from kvjax.hosts import read
 from kvjax.kernels.select import slots_to_mask
 from kvjax.model import Model
 from kvjax.retrieval import Flat
 
 
 class Quality(NamedTuple):
-  """Means over rows, heads and decoded tokens, in one layer.
+  """Means over heads and decoded tokens for each row, in one layer.
 
   Attributes:
     recall: share of the keys of exact search that are retrieved.
@@ -31,9 +32,9 @@ class Quality(NamedTuple):
     read: tokens attended to.
   """
 
-  recall: Float[Array, ""] | float
-  error: Float[Array, ""] | float
-  read: Float[Array, ""] | float
+  recall: Float[Array | np.ndarray, " B"]
+  error: Float[Array | np.ndarray, " B"]
+  read: Float[Array | np.ndarray, " B"]
 
 
 class _Token(NamedTuple):
@@ -114,7 +115,8 @@ def _decode(
 def _quality_of(layer: Layer | None, tokens: _Token) -> Quality | None:
   if not isinstance(layer, SparseLayer):
     return None
-  return Quality(*map(float, _retrieve(layer, tokens)))
+  quality: Quality = read(_retrieve(layer, tokens))
+  return quality
 
 
 @jax.jit
@@ -132,7 +134,7 @@ def _retrieve(layer: SparseLayer, tokens: _Token) -> Quality:
     return after, _quality(layer, token.activations, output, token.output)
 
   qualities = jax.lax.scan(step, layer, tokens)[1]
-  return jax.tree.map(jnp.mean, qualities)
+  return Quality(*(jnp.mean(each, axis=0) for each in qualities))
 
 
 @jax.jit
@@ -161,9 +163,9 @@ def _quality(
   hits = jnp.sum((retrieved & exact).astype(jnp.float32), axis=-1)
   read = jnp.sum(retrieved.astype(jnp.float32), axis=-1)
   return Quality(
-    jnp.mean(hits / jnp.maximum(wanted, 1.0)),
-    jnp.mean(off / jnp.maximum(size, 1e-6)),
-    jnp.mean(read + layer.resident.lengths.astype(jnp.float32)),
+    jnp.mean(hits / jnp.maximum(wanted, 1.0), axis=-1),
+    jnp.mean(off / jnp.maximum(size, 1e-6), axis=(-2, -1)),
+    jnp.mean(read + layer.resident.lengths.astype(jnp.float32), axis=-1),
   )
 
 
@@ -199,5 +201,5 @@ def mean(per_layer: Sequence[Quality | None]) -> Quality:
       "it may retrieve all there is; give it less to retrieve."
     )
   return Quality(
-    *(float(np.mean(values)) for values in zip(*qualities, strict=True))
+    *(np.mean(values, axis=0) for values in zip(*qualities, strict=True))
   )

@@ -11,6 +11,7 @@ from kvjax.experiments.run.intervals import (
   interval,
   of_ratio,
   of_scores,
+  of_values,
 )
 
 
@@ -147,3 +148,15 @@ def test_tasks_have_the_weights_of_the_average():
   assert count_samples(answers) == 40
   turns = [make_answer(sample=turn, turn=turn) for turn in range(8)]
   assert count_samples(turns) == 1
+
+
+def test_the_interval_of_values_is_about_that_of_a_normal_distribution():
+  rng = np.random.default_rng(5)
+  values = {"a": rng.normal(3.0, 1.0, 200), "b": rng.normal(9.0, 2.0, 100)}
+  low, high = of_values({task: v.tolist() for task, v in values.items()})
+  # Tasks are resampled apart, so that their distance is no part of it.
+  variance = sum(each.var() * len(each) for each in values.values()) / 300**2
+  mean = np.concatenate([*values.values()]).mean()
+  half = 1.96 * variance**0.5
+  np.testing.assert_allclose((low, high), (mean - half, mean + half), rtol=0.01)
+  assert of_values({"a": [2.0], "b": [3.0, 3.0]}) == (8 / 3, 8 / 3)

@@ -20,32 +20,38 @@ PROMPTS = kvjax.Prompts.of([RNG.permutation(64)[:n].tolist() for n in (60, 50)])
 FEW = kvjax.Tokens(6)
 
 
-@pytest.fixture(scope="module")
-def measured():
+def measure(prompts):
   names = [
     "flat:sinks=2:local=4",
     "ctkvr:sinks=2:local=4:probes=1:centroids=2",
     "ctkvr:sinks=2:local=4:probes=3:centroids=3:list_ratio=20:dense_layers=0",
   ]
   plans = [kvjax.get_plan(name, FEW) for name in names]
-  return retrieval_quality.measure(MODEL, PARAMS, PROMPTS, plans, 5)
+  return retrieval_quality.measure(MODEL, PARAMS, prompts, plans, 5)
+
+
+@pytest.fixture(scope="module")
+def measured():
+  return measure(PROMPTS)
 
 
 @pytest.mark.slow
 def test_exact_search_misses_nothing_and_reads_what_it_may(measured):
   flat = measured[0][0]
-  assert [quality.recall for quality in flat] == [1.0, 1.0]
+  # Of two layers, for two rows each.
+  assert [quality.recall.tolist() for quality in flat] == [[1.0, 1.0]] * 2
   # 2 + 4 resident ones, 6 retrieved, and 1 to 5 decoded.
-  assert [quality.read for quality in flat] == [15.0, 15.0]
+  assert [quality.read.tolist() for quality in flat] == [[15.0, 15.0]] * 2
 
 
 @pytest.mark.slow
 def test_more_centroids_miss_less(measured):
   found, _ = measured
   few, all_lists = found[1], found[2]
-  assert few[1].recall < 1.0
-  assert all_lists[1].recall == 1.0
-  assert few[1].error > found[0][1].error > 0
+  assert np.all(few[1].recall < 1.0)
+  assert np.all(all_lists[1].recall == 1.0)
+  assert np.all(few[1].error > found[0][1].error)
+  assert np.all(found[0][1].error > 0)
   np.testing.assert_allclose(all_lists[1].error, found[0][1].error, rtol=1e-5)
 
 
@@ -53,7 +59,24 @@ def test_more_centroids_miss_less(measured):
 def test_layers_without_an_index_are_left_out(measured):
   found, _ = measured
   assert found[2][0] is None
-  assert retrieval_quality.mean(found[2]) == found[2][1]
+  for mean, only in zip(
+    retrieval_quality.mean(found[2]), found[2][1], strict=True
+  ):
+    np.testing.assert_array_equal(mean, only)
+
+
+@pytest.mark.slow
+def test_each_row_is_measured_as_if_alone(measured):
+  for row in range(2):
+    alone = kvjax.Prompts.of(
+      [np.asarray(PROMPTS.tokens[row][: PROMPTS.lengths[row]]).tolist()]
+    )
+    layers = zip(measured[0], measure(alone)[0], strict=True)
+    for together, own in layers:
+      assert [layer is None for layer in together] == [q is None for q in own]
+      for one, other in zip(together, own, strict=True):
+        for value, expected in zip(one or (), other or (), strict=True):
+          np.testing.assert_allclose(value[row], expected[0], rtol=1e-4)
 
 
 @pytest.mark.slow
@@ -114,13 +137,15 @@ def test_the_binary_prints_and_writes_a_table(
     f"--output={folder}",
   )
   assert done.returncode == 0, done.stderr
-  assert re.search(r"flat +20 tokens +100\.0 ", done.stdout)
+  assert re.search(r"flat +20 tokens +100\.0 \(100\.0–100\.0\) ", done.stdout)
   summary = json.loads((folder / "summary.json").read_text())
   assert [row["method"] for row in summary["rows"]] == ["flat", "ctkvr"]
   assert "seed=5" in summary["rows"][1]["options"]
   assert summary["rows"][0]["recall"] == 1.0
   written = (folder / "table.md").read_text()
-  assert "| flat | 20 tokens | 100.0 |" in written
+  assert "| flat | 20 tokens | 100.0 (100.0–100.0) |" in written
+  low, high = summary["rows"][1]["intervals"]["error"]
+  assert low < summary["rows"][1]["error"] < high
   # Packages, and nothing else that a summary has.
   versions = written.replace("\n", " ").partition("; python ")[2]
   assert versions.rstrip().endswith(f"{tokenizers.__version__}.")
