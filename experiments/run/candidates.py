@@ -47,10 +47,19 @@ class Candidate:
   plan: kvjax.Plan
 
   @property
+  def changes_all(self) -> bool:
+    """Whether a cache of all tokens differs from the full one.
+
+    It has another dtype or fewer channels of keys, or loses tokens later.
+    """
+    plan = self.plan
+    return bool(plan.kv_dtype or plan.decoding or plan.method.traits.channels)
+
+  @property
   def full_at_one(self) -> bool:
     """Whether the method equals the full cache at a retention of 1."""
     sparse = self.plan.sparse
-    if self.plan.kv_dtype is not None or self.plan.decoding is not None:
+    if self.changes_all:
       return False
     if sparse is None:
       return True
@@ -131,7 +140,7 @@ def candidates(
   """Lists every method at every budget, the full cache first as the baseline.
 
   Methods at a retention of 1 equal the full cache and are left out, unless they
-  store it in another dtype.
+  store it in another dtype, drop channels, or evict while decoding.
 
   Args:
     methods: names as `kvjax.get_plan` reads them.
@@ -175,7 +184,7 @@ def candidates(
     distinct = {
       c.budget: c
       for c in of_method
-      if kv_dtype or decoding or c.budget != str(everything)
+      if c.changes_all or c.budget != str(everything)
     }
     result.extend(distinct.values())
   if decoding is not None and len(result) == 1:

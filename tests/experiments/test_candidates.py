@@ -101,6 +101,15 @@ def test_a_seed_reaches_what_is_wrapped():
     assert f"seed={seed}" in str(candidate.plan.method)
 
 
+def test_a_method_that_drops_channels_is_not_the_full_cache():
+  names = ["keydiff", "think:share=0.4/full", "think/keydiff"]
+  chosen = candidates(names, [kvjax.Retention(1.0), kvjax.Retention(0.5)])
+  assert [(c.method, c.budget) for c in chosen if c.budget == "1"] == [
+    (name, "1") for name in ("full", "think:share=0.4/full", "think/keydiff")
+  ]
+  assert [c.method for c in chosen if c.full_at_one] == ["full", "keydiff"]
+
+
 def test_records_say_what_evicts_while_decoding():
   """Also where nothing is evicted from the prompt."""
   chosen = candidates(["compactor"], [kvjax.Retention(1.0)], decoding=LATER)
