@@ -112,7 +112,6 @@ def main() -> None:
     if flags.FLAGS[name].present and not _SEARCH.value:
       raise InputError(f"--{name} is for --search.")
   use = _use()
-  cli.announce()
   if _SEARCH.value:
     _search(use)
   else:
@@ -155,6 +154,7 @@ def _plan(use: Use) -> None:
       f"--batch={use.rows} is no multiple of {rows}, the size of the axis "
       "'data' of --mesh, which shares out the rows of a batch."
     )
+  cli.announce()
   _prepare()
   chip = slice_.load(rows, use.model.kv_heads, tokens)
   # For the batch, and for larger ones; see `_largest`.
@@ -206,6 +206,7 @@ def _search(use: Use) -> None:
   """Finds slices; exits with code 1 if there is none."""
   refusals.refuse_unknown("chips", _CHIPS.value, slices.KINDS)
   output = outputs.file(_OUTPUT.value)
+  cli.announce()
   _prepare()
   kinds = list(dict.fromkeys(_CHIPS.value))
   drawn = {}

@@ -1,10 +1,12 @@
 """What a model is asked: prompts, their padded shapes, and protocols."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import kvjax
+from kvjax.cache.sharding import context_size
 from kvjax.errors import InputError
 from kvjax.experiments.metrics import passkey
 from kvjax.experiments.tasks.sample import GREEDY, Sample
@@ -26,6 +28,9 @@ FIRST_QUERY_AWARE: Protocol = "first-query-aware"
 # Widths are multiples of these, so that other seeds reuse the compiled shapes.
 # A question is fed to the caches of all candidates, so that padding costs more.
 _CONTEXT_WIDTH, _QUESTION_WIDTH = 32, 8
+# Of the tokens on each device of the axis `context`, for attention's kernel on
+# TPUs, where that pads by an eighth at most.
+_SHARED_WIDTH, _MOST_PADDING = 256, 1 / 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,17 +155,16 @@ class Shape(NamedTuple):
     rows: int,
     protocol: Protocol = QUERY_AGNOSTIC,
   ) -> "Shape":
-    """Returns the smallest shape that fits all prompts."""
+    """Returns the smallest shape that fits all prompts.
+
+    The axis `context` of the mesh divides its tokens.
+    """
     if protocol == QUERY_AWARE:
       both = max(len(prompt.prefilled) for prompt in prompts)
-      return cls(rows, _round_up(both, _CONTEXT_WIDTH), 0)
+      return cls(rows, _padded(both), 0)
     contexts = max(len(prompt.context) for prompt in prompts)
     questions = max(len(prompt.question) for prompt in prompts)
-    return cls(
-      rows,
-      _round_up(contexts, _CONTEXT_WIDTH),
-      _round_up(questions, _QUESTION_WIDTH),
-    )
+    return cls(rows, _padded(contexts), _round_up(questions, _QUESTION_WIDTH))
 
 
 def check_context_length(lm: Pretrained, prompts: Sequence[Prompt]) -> None:
@@ -177,6 +181,16 @@ def check_context_length(lm: Pretrained, prompts: Sequence[Prompt]) -> None:
       f"({len(longest.question)}) and answer (up to {longest.max_new_tokens}) "
       f"come to {longest.total} tokens; the context of this model is {limit}."
     )
+
+
+def _padded(tokens: int) -> int:
+  """Rounds the tokens of a context up, for all devices that share them out."""
+  devices = context_size()
+  if devices > 1:
+    wide = _round_up(tokens, devices * _SHARED_WIDTH)
+    if wide - tokens <= _MOST_PADDING * tokens:
+      return wide
+  return _round_up(tokens, math.lcm(devices, _CONTEXT_WIDTH))
 
 
 def _round_up(length: int, width: int) -> int:
