@@ -126,7 +126,12 @@ def _fetch(source: Download, folder: pathlib.Path) -> None:
       file=sys.stderr,
       flush=True,
     )
-    source.download(place, folder)
+    try:
+      source.download(place, folder)
+    except InputError as error:
+      raise type(error)(
+        f"{str(error).removesuffix('.')}{_said_of_others(source, folder)}."
+      ) from error
     for file in source.files:
       _check_digest(source, file, place / file.name)
       _sync(place / file.name)
@@ -159,6 +164,16 @@ def _is_whole(source: Download, folder: pathlib.Path) -> bool:
     with contextlib.suppress(InputError):
       _write_record(source, folder)
   return True
+
+
+def _said_of_others(source: Download, folder: pathlib.Path) -> str:
+  """Says which files are there that are not those of a model."""
+  said = ""
+  for file in source.files:
+    path = folder / file.name
+    if path.is_file() and (found := digest(path)) != file.sha256:
+      said += f"; {path} is there, but its sha256 is {found}, not {file.sha256}"
+  return said
 
 
 def digest(path: pathlib.Path) -> str:

