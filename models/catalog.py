@@ -74,8 +74,8 @@ NAMED: Mapping[str, Download] = {
     ),
     _GEMMA,
   ),
-  # SmolLM2 as it is published, in bfloat16. config.json comes last, without which
-  # a folder is no model.
+  # SmolLM2 as it is published, in bfloat16. config.json comes last, without
+  # which a folder is no model.
   "smollm2-135m-instruct-bf16": Snapshot(
     repository="HuggingFaceTB/SmolLM2-135M-Instruct",
     revision="12fd25f77366fa6b3b4b768ec3050bf629380bac",
