@@ -19,7 +19,7 @@ _CODE = re.compile(r"(?<=<code>)[^<]+(?=</code>)")
 _NAME = re.compile(r"<code>([^<]+)</code>")
 _HEAD = re.compile(r"<th\b.*?</th>")
 _NUMBERS = re.compile(r'<td (style="text-align: right;">([^<]+)</td>)')
-_LIST = re.compile(r"[^\s<>\"]{60,}")
+_LIST = re.compile(r"--[^\s<>]{60}")
 _HYPHENED = re.compile(r"[^\s<>]*-[^\s<>]*")
 
 
@@ -28,11 +28,11 @@ def guide(html: str) -> str:
 
   Args:
     html: content of the page. What is preformatted stays as it is, but for
-      long lists, which may break after their commas.
+      commands with long lists, which wrap.
   """
   parts = _PRE.split(html)
   parts[::2] = [_guide(part) for part in parts[::2]]
-  parts[1::2] = [_LIST.sub(_divide_list, part) for part in parts[1::2]]
+  parts[1::2] = [_wrap(part) for part in parts[1::2]]
   return "".join(parts)
 
 
@@ -47,6 +47,11 @@ def _guide(html: str) -> str:
   parts[::2] = [_CODE.sub(_keep_words, part) for part in parts[::2]]
   parts[1::2] = [_guide_table(part) for part in parts[1::2]]
   return "".join(parts)
+
+
+def _wrap(html: str) -> str:
+  """Lets a command with a long list break after commas, too."""
+  return _HYPHENED.sub(_keep, html) if _LIST.search(html) else html
 
 
 def _guide_table(html: str) -> str:
@@ -65,10 +70,6 @@ def _mark_sentence(cell: re.Match[str]) -> str:
   return f'<td class="sentence" {cell[1]}' if long else cell[0]
 
 
-def _divide_list(names: re.Match[str]) -> str:
-  return names[0].replace(",", ",<wbr>")
-
-
 def _keep_words(code: re.Match[str]) -> str:
   return _HYPHENED.sub(_keep, code[0])
 
@@ -83,7 +84,7 @@ def _divide(code: re.Match[str]) -> str:
 
 
 def _keep(word: re.Match[str]) -> str:
-  """Keeps a word on one line, or of a long flag the name."""
+  """Keeps a word on one line, or of a long flag the name and each value."""
   text = word[0]
   end = len(text) if len(text) <= WIDTH else text.find("=") + 1
   rest = text[end:].replace(",", ",<wbr>")

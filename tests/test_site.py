@@ -151,7 +151,7 @@ SENTENCE = '<td class="sentence" style="text-align: right;">'
     ),
     (
       f"<pre><code>a, --b={LONG}</code></pre>",
-      f"<pre><code>a, --b={DIVIDED}</code></pre>",
+      f"<pre><code>a, {word('--b=')}{DIVIDED}</code></pre>",
     ),
   ],
 )
