@@ -1,8 +1,8 @@
 """A hook of mkdocs: lines of the site break where a reader would break them.
 
 Browsers break lines after hyphens, which splits flags, and before percent
-signs. In the cells of tables they break no name, however long, which makes
-tables wider than the page.
+signs. In the cells of tables they break no name, however long, and style.css
+keeps numbers on one line, which makes tables wider than the page.
 """
 
 import re
@@ -10,9 +10,16 @@ from typing import Any
 
 # Characters that fit into a list on a page of 390 pixels.
 WIDTH = 36
+# What a cell of a table can hold on one line: longer names are divided, and
+# longer cells of numbers are sentences.
+NAME = 24
 _PRE = re.compile(r"(<pre.*?</pre>)", re.DOTALL)
 _TABLE = re.compile(r"(<table.*?</table>)", re.DOTALL)
 _CODE = re.compile(r"(?<=<code>)[^<]+(?=</code>)")
+_NAME = re.compile(r"<code>([^<]+)</code>")
+_HEAD = re.compile(r"<th\b.*?</th>")
+_NUMBERS = re.compile(r'<td (style="text-align: right;">([^<]+)</td>)')
+_LIST = re.compile(r"--[^\s<>]{60}")
 _HYPHENED = re.compile(r"[^\s<>]*-[^\s<>]*")
 
 
@@ -20,10 +27,12 @@ def guide(html: str) -> str:
   """Returns a page that says where its lines may break.
 
   Args:
-    html: content of the page. What is preformatted stays as it is.
+    html: content of the page. What is preformatted stays as it is, but for
+      commands with long lists, which wrap.
   """
   parts = _PRE.split(html)
   parts[::2] = [_guide(part) for part in parts[::2]]
+  parts[1::2] = [_wrap(part) for part in parts[1::2]]
   return "".join(parts)
 
 
@@ -36,8 +45,29 @@ def _guide(html: str) -> str:
   html = re.sub(r"(?<=\d) %", "&nbsp;%", html)
   parts = _TABLE.split(html)
   parts[::2] = [_CODE.sub(_keep_words, part) for part in parts[::2]]
-  parts[1::2] = [_CODE.sub(_divide, part) for part in parts[1::2]]
+  parts[1::2] = [_guide_table(part) for part in parts[1::2]]
   return "".join(parts)
+
+
+def _wrap(html: str) -> str:
+  """Lets a command with a long list break after commas, too."""
+  return _HYPHENED.sub(_keep, html) if _LIST.search(html) else html
+
+
+def _guide_table(html: str) -> str:
+  html = _HEAD.sub(_divide_head, html)
+  html = _NAME.sub(_divide, html)
+  return _NUMBERS.sub(_mark_sentence, html)
+
+
+def _divide_head(head: re.Match[str]) -> str:
+  """Lets a name above a column of short numbers break anywhere it can."""
+  return re.sub(r"(?<=\w[_,])(?=[A-Za-z])", "<wbr>", head[0])
+
+
+def _mark_sentence(cell: re.Match[str]) -> str:
+  long = len(cell[2]) > NAME
+  return f'<td class="sentence" {cell[1]}' if long else cell[0]
 
 
 def _keep_words(code: re.Match[str]) -> str:
@@ -45,13 +75,17 @@ def _keep_words(code: re.Match[str]) -> str:
 
 
 def _divide(code: re.Match[str]) -> str:
-  """Lets a name break before its options and arguments, too."""
-  parts = re.split(r"(?<=\w[(:,])(?=[A-Za-z])", code[0])
-  return "<wbr>".join(_HYPHENED.sub(_keep, part) for part in parts)
+  """Lets a long name break before its options, arguments and folders, too."""
+  if len(code[1]) <= NAME:
+    return f'<code class="word">{code[1]}</code>'
+  parts = re.split(r"(?<=\w[(:,/])(?=[A-Za-z])", code[1])
+  divided = "<wbr>".join(_HYPHENED.sub(_keep, part) for part in parts)
+  return f"<code>{divided}</code>"
 
 
 def _keep(word: re.Match[str]) -> str:
-  """Keeps a word on one line, or of a long flag the name."""
+  """Keeps a word on one line, or of a long flag the name and each value."""
   text = word[0]
   end = len(text) if len(text) <= WIDTH else text.find("=") + 1
-  return f'<span class="word">{text[:end]}</span>{text[end:]}'
+  rest = text[end:].replace(",", ",<wbr>")
+  return f'<span class="word">{text[:end]}</span>{rest}'

@@ -106,6 +106,9 @@ def word(text):
 
 
 LONG = "a," * 40
+DIVIDED = "a,<wbr>" * 40
+RIGHT = '<td style="text-align: right;">'
+SENTENCE = '<td class="sentence" style="text-align: right;">'
 
 
 @pytest.mark.parametrize(
@@ -119,19 +122,36 @@ LONG = "a," * 40
     ),
     (
       f"<code>--methods={LONG}</code>",
-      f"<code>{word('--methods=')}{LONG}</code>",
+      f"<code>{word('--methods=')}{DIVIDED}</code>",
     ),
     ("<code>lagkv:lag=32</code>", "<code>lagkv:lag=32</code>"),
     (
-      "<table><tr><td><code>f(a:b=1:2) --c-d</code></table>",
+      "<table><tr><td><code>f(a:b=1:2)</code></table>",
+      '<table><tr><td><code class="word">f(a:b=1:2)</code></table>',
+    ),
+    (
+      "<table><tr><td><code>f(a:b=1:2) --c-d file=folder/d</code></table>",
       "<table><tr><td><code>f(<wbr>a:<wbr>b=1:2) "
-      f"{word('--c-d')}</code></table>",
+      f"{word('--c-d')} file=folder/<wbr>d</code></table>",
+    ),
+    (
+      "<table><tr><th>a_b_1</th><th><code>data:2,model:2</code></th></table>",
+      "<table><tr><th>a_<wbr>b_1</th>"
+      "<th><code>data:2,<wbr>model:2</code></th></table>",
+    ),
+    (
+      f"<table>{RIGHT}9 (8–10)</td>{RIGHT}{'2 of 3, ' * 4}</td></table>",
+      f"<table>{RIGHT}9 (8–10)</td>{SENTENCE}{'2 of 3, ' * 4}</td></table>",
     ),
     # Links of the API reference, whose tags have attributes.
     ('<code><a href="a-b">a</a></code>', '<code><a href="a-b">a</a></code>'),
     (
       "<pre><code>--a-b 5 %\n</code></pre><p>5 %</p>",
       "<pre><code>--a-b 5 %\n</code></pre><p>5&nbsp;%</p>",
+    ),
+    (
+      f"<pre><code>a, --b={LONG}</code></pre>",
+      f"<pre><code>a, {word('--b=')}{DIVIDED}</code></pre>",
     ),
   ],
 )
