@@ -199,7 +199,7 @@ def announce() -> None:
   said = help_pages.duration(sys.modules["__main__"].__doc__ or "")
   own = help_pages.own_flags() - _AS_LONG
   if said.startswith(_BY_DEFAULT) and any(map(_is_changed, own)):
-    said = f"With the default flags: {said}"
+    said = f"With the default flags, i{said[1:]}"
   if said and multihost.is_first():
     print(said, file=sys.stderr, flush=True)
 

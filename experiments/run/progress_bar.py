@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 import jax.monitoring
 import rich.console
 import rich.progress
+import rich.text
 
 from kvjax.experiments.run import multihost
 
@@ -72,12 +73,10 @@ def progress_bar(
   with rich.progress.Progress(
     rich.progress.TextColumn("{task.description:15}", markup=False),
     rich.progress.BarColumn(_BAR_WIDTH),
-    rich.progress.MofNCompleteColumn(),
+    _Done(),
     rich.progress.TextColumn("in"),
     rich.progress.TimeElapsedColumn(),
-    rich.progress.TextColumn("and"),
-    rich.progress.TimeRemainingColumn(),
-    rich.progress.TextColumn("left"),
+    _Left(),
     console=_CONSOLE,
     transient=transient,
     disable=not multihost.is_first()
@@ -92,13 +91,31 @@ def progress_bar(
 
     def count_program() -> None:
       if doing == _COMPILING and progress.tasks[bar].completed == done:
-        advance(f"program {next(programs)}", 0)
+        advance(f"{_COMPILING} {next(programs)}", 0)
 
     _on_program.append(count_program)
     try:
       yield advance
     finally:
       _on_program.remove(count_program)
+
+
+class _Done(rich.progress.MofNCompleteColumn):
+  """The steps that are done, of their number if that is known."""
+
+  def render(self, task: rich.progress.Task) -> rich.text.Text:
+    if task.total is None:
+      return rich.text.Text(f"{task.completed:g}")
+    return super().render(task)
+
+
+class _Left(rich.progress.TimeRemainingColumn):
+  """The time that is left, once it is known."""
+
+  def render(self, task: rich.progress.Task) -> rich.text.Text:
+    if task.total is None or task.time_remaining is None:
+      return rich.text.Text()
+    return rich.text.Text.assemble("and ", super().render(task), " left")
 
 
 class _Lines:

@@ -91,7 +91,7 @@ def test_a_program_announces_its_time_in_the_words_of_its_help(
 @pytest.mark.parametrize(
   ("given", "help_says", "said"),
   [
-    (["--rounds=9"], "It takes a minute.", "With the default flags: It takes"),
+    (["--rounds=9"], "It takes a minute.", "With the default flags, it takes"),
     (["--output=a"], "It takes a minute.", "It takes a minute.\n"),
     (["--seed=3"], "It takes a minute.", "It takes a minute.\n"),
     # As it is without.

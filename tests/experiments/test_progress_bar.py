@@ -25,6 +25,19 @@ def test_a_bar_says_which_time_is_left(monkeypatch):
   assert len(line) <= 80
 
 
+@pytest.mark.parametrize("total", [None, 8])
+def test_a_bar_says_no_number_that_is_unknown(monkeypatch, total):
+  shown = io.StringIO()
+  monkeypatch.setattr(
+    progress_bar, "_CONSOLE", rich.console.Console(file=shown, width=80)
+  )
+  with progress_bar.progress_bar(total, "counting") as advance:
+    advance("counting", 3 if total is None else 0)
+  (line,) = shown.getvalue().splitlines()
+  done = "3" if total is None else "0/8"
+  assert line.rstrip().endswith(f" {done} in 0:00:00")
+
+
 @pytest.mark.parametrize("widgets", [True, False])
 def test_in_jupyter_a_bar_needs_widgets(monkeypatch, widgets):
   monkeypatch.setattr(rich.console, "_is_jupyter", lambda: True)
@@ -55,7 +68,7 @@ def test_it_counts_programs_until_the_first_step(monkeypatch):
   with progress_bar.progress_bar(2, "timing"):
     a_program()
   a_program()
-  assert seen == ["program 1", "program 2", "answering"]
+  assert seen == ["compiling 1", "compiling 2", "answering"]
 
 
 def test_lines_stand_for_a_bar_where_there_is_no_terminal(monkeypatch):
@@ -73,7 +86,7 @@ def test_lines_stand_for_a_bar_where_there_is_no_terminal(monkeypatch):
       advance("niah", 4)
   *lines, _ = shown.getvalue().splitlines()
   assert lines == [
-    "program 2: 0 of 276 after 1 min",
+    "compiling 2: 0 of 276 after 1 min",
     "niah: 8 of 276 after 2 min",
     "niah: 16 of 276 after 3 min",
   ]
