@@ -5,7 +5,9 @@
 reads every run of `kvjax evaluate` and `kvjax compare` in and below the given
 folders, prints a table for each combination of settings and writes
 leaderboard.csv, leaderboard.md, leaderboard.html and a plot for each table to
---output. The best method comes first, after the full cache. Runs with different
+--output. A headline names the best method of each table. Methods are ranked by
+their mean score over the budgets that all of them have, or else over their own;
+equal ones share a rank, and the full cache has none. Runs with different
 models, protocols, schedules, seeds, texts or tasks have separate tables. Of two
 equal runs the newer one counts. Unfinished runs are listed and left out. It
 takes a few seconds, and about a second for each table.

@@ -13,7 +13,7 @@ def markdown(record: Record) -> str:
   summary = record.summary
   return formats.document(
     f"**{wording.title(summary)}**",
-    formats.escaped(wording.headline(summary)),
+    formats.escaped(wording.headline(means(summary["rows"]))),
     *_overview(record),
     _details(record),
     wording.circumstances(summary),

@@ -31,7 +31,8 @@ class Table(NamedTuple):
     header: names of the columns.
     lines: the cells of each line.
     names: number of leading columns that identify a line.
-    least: minimum width of the first column.
+    least: minimum width of the column of the lines' names.
+    named: number of the column of the lines' names, at the left edge.
   """
 
   title: str
@@ -39,6 +40,7 @@ class Table(NamedTuple):
   lines: Sequence[Sequence[str]]
   names: int = 1
   least: int = 16
+  named: int = 0
 
   def __rich_console__(
     self, console: rich.console.Console, options: rich.console.ConsoleOptions
@@ -51,10 +53,11 @@ class Table(NamedTuple):
       _GAP + max(map(_width, cells))
       for cells in zip(header, *self.lines, strict=True)
     ]
-    available = options.max_width - 1 - _GAP - sum(widths[1:])
+    others = sum(widths) - widths[self.named]
+    available = options.max_width - 1 - _GAP - others
     available = max(self.least, min(_NAME, available))
-    names = [at_options(line[0], available) for line in self.lines]
-    widths[0] = _GAP + max(map(_width, (header[0], *names)))
+    names = [at_options(line[self.named], available) for line in self.lines]
+    widths[self.named] = _GAP + max(map(_width, (header[self.named], *names)))
     for columns in _fitting(widths, self.names, options.max_width):
       yield _terminal(self, header, names, columns)
 
@@ -64,13 +67,14 @@ def to_markdown(table: Table, code: bool = False) -> str:
 
   Args:
     table: the table.
-    code: whether the first column is code, as names of methods are.
+    code: whether the lines' names are code, as names of methods are.
   """
   cells = [table.header, *table.lines]
   header, *lines = [[escaped(cell) for cell in line] for line in cells]
   if code:
-    lines = [[f"`{cells[0]}`", *cells[1:]] for cells in lines]
-  text = grid(header, lines)
+    for line in lines:
+      line[table.named] = f"`{line[table.named]}`"
+  text = grid(header, lines, left=[table.named])
   return f"**{escaped(table.title)}**\n\n{text}" if table.title else text
 
 
@@ -169,17 +173,19 @@ def _terminal(
   )
   for column in columns:
     name = rich.text.Text(header[column])
-    if column == 0:
+    if column == table.named:
       shown.add_column(name, overflow="fold")
     else:
       shown.add_column(name, justify="right", no_wrap=True)
-  firsts = [line[0] for line in table.lines]
-  grouped = table.names > 1 and len(set(firsts)) < len(firsts)
+  shared = [line[table.named] for line in table.lines]
+  grouped = table.names > 1 and len(set(shared)) < len(shared)
   for index, line in enumerate(table.lines):
     cells = [rich.text.Text(line[column]) for column in columns]
-    first = firsts[index]
-    again = grouped and firsts[index - 1 : index] == [first]
-    more = grouped and firsts[index + 1 : index + 2] == [first]
-    cells[0] = rich.text.Text("" if again else names[index])
+    cells[table.named] = rich.text.Text(names[index])
+    own = shared[index]
+    again = grouped and shared[index - 1 : index] == [own]
+    more = grouped and shared[index + 1 : index + 2] == [own]
+    if again:
+      cells[: table.named + 1] = [rich.text.Text()] * (table.named + 1)
     shown.add_row(*cells, end_section=grouped and not more)
   return shown

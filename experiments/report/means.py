@@ -160,15 +160,7 @@ def ranked(averages: Sequence[Mean]) -> list[Mean]:
   there are none, over its own. Methods without a mean over all tasks come last.
   The budgets of a method keep their order.
   """
-  scores: dict[str, dict[str, float]] = {}
-  for mean in complete(averages):
-    if mean.method != FULL:
-      scores.setdefault(mean.method, {})[mean.budget] = mean.score
-  shared = set.intersection(*map(set, scores.values())) if scores else set()
-  merit = {
-    method: statistics.fmean(of[budget] for budget in shared or of)
-    for method, of in scores.items()
-  }
+  merit = _merits(averages)
   places = list(dict.fromkeys(mean.method for mean in averages))
   return sorted(
     averages,
@@ -178,6 +170,18 @@ def ranked(averages: Sequence[Mean]) -> list[Mean]:
       places.index(mean.method),
     ),
   )
+
+
+def ranks(averages: Sequence[Mean]) -> dict[str, int]:
+  """Counts the methods in the order of `ranked`; equal ones share a rank.
+
+  The full cache and methods without a mean over all tasks have none.
+  """
+  merits = _merits(averages)
+  return {
+    method: 1 + sum(other > merit for other in merits.values())
+    for method, merit in merits.items()
+  }
 
 
 def score(row: Row) -> float:
@@ -227,6 +231,20 @@ def by_task(
       [value(row) for row in group], [row["samples"] for row in group]
     )
     for task, group in tasks.items()
+  }
+
+
+def _merits(averages: Sequence[Mean]) -> dict[str, float]:
+  """Returns what `ranked` compares; the full cache has none."""
+  scores: dict[str, dict[str, float]] = {}
+  for mean in complete(averages):
+    if mean.method != FULL:
+      scores.setdefault(mean.method, {})[mean.budget] = mean.score
+  shared = set.intersection(*map(set, scores.values())) if scores else set()
+  # Equal means of different scores may differ in their last digits.
+  return {
+    method: round(statistics.fmean(of[budget] for budget in shared or of), 6)
+    for method, of in scores.items()
   }
 
 

@@ -7,7 +7,7 @@ import jinja2
 
 from kvjax.experiments.report import wording
 from kvjax.experiments.report.excerpts import excerpts
-from kvjax.experiments.report.means import Summary
+from kvjax.experiments.report.means import Summary, means
 from kvjax.experiments.report.run_files import Record
 from kvjax.experiments.report.tables import tables
 
@@ -42,7 +42,7 @@ def of_run(record: Record, pictures: Mapping[str, bytes]) -> str:
   return render(
     "run",
     title=f"{record.summary['benchmark']}: {record.summary['model']}",
-    headline=wording.headline(record.summary),
+    headline=wording.headline(means(record.summary["rows"])),
     first=first,
     facts=facts(record.summary),
     tables=others,

@@ -24,6 +24,7 @@ from kvjax.experiments.report.means import (
   is_hybrid,
   means,
   ranked,
+  ranks,
 )
 from kvjax.experiments.report.rows import SETTINGS, settings_of
 from kvjax.experiments.report.run_files import SUMMARY, Record
@@ -40,6 +41,8 @@ _MAIN = ("model", "protocol", "schedule", "heads", "kv_dtype")
 _REST = tuple(
   name for name in SETTINGS if name not in ("benchmark", "data", *_MAIN)
 )
+# Letters of a method's name that leave room for its rank on a terminal.
+_LEAST = 10
 # The columns of the CSV file after those of retention.
 _MEASURED = (
   *("context_tokens", "kept_tokens", "read_tokens", "cache_bytes"),
@@ -105,17 +108,22 @@ class Group:
     ]
 
   @property
+  def headline(self) -> str:
+    """The best method and its scores; empty without methods to compare."""
+    return wording.headline(self._means)
+
+  @property
   def scores(self) -> Table:
     """A line per method and a column per budget."""
     by_retention = sorted(self._means, key=lambda mean: -mean.retention)
-    return grid(by_retention, "")
+    return self._with_ranks(grid(by_retention, ""))
 
   @property
   def table(self) -> Table:
     """A line per method and budget."""
     name = wording.score_name(self.first.summary)
     shown = presentation(self.first.summary["benchmark"])
-    return overview(self._means, self.title, name, shown.long_answers)
+    return self._with_ranks(overview(self._means, "", name, shown.long_answers))
 
   @property
   def plot(self) -> bytes:
@@ -125,18 +133,41 @@ class Group:
     return pictures.png(figure)
 
   @property
+  def lines(self) -> list[dict[str, Any]]:
+    """A line of the CSV file per entry."""
+    rank = ranks(self._means)
+    return [
+      {"rank": rank.get(self._shown(entry.mean).method), **_line(entry)}
+      for entry in self.entries.values()
+    ]
+
+  @property
   def _means(self) -> list[Mean]:
-    """Ranked; methods that share a name show their options."""
-    averages = [entry.mean for entry in self.entries.values()]
+    """Ranked, as they are shown."""
+    averages = [self._shown(entry.mean) for entry in self.entries.values()]
     averages.sort(key=lambda mean: -mean.retention)
-    names = [mean.name for mean in averages]
-    return ranked(
-      [
-        mean
-        if names.count(mean.name) == 1
-        else dataclasses.replace(mean, method=mean.options)
-        for mean in averages
-      ]
+    return ranked(averages)
+
+  def _shown(self, mean: Mean) -> Mean:
+    """Names a method by its options if others share its name."""
+    options = {own for name, own, _ in self.entries if name == mean.method}
+    if len(options) == 1:
+      return mean
+    return dataclasses.replace(mean, method=mean.options)
+
+  def _with_ranks(self, table: Table) -> Table:
+    """Puts the ranks of methods before their names."""
+    rank = ranks(self._means)
+    lines = [
+      [str(rank.get(line[table.named], wording.NOTHING)), *line]
+      for line in table.lines
+    ]
+    return table._replace(
+      header=["rank", *table.header],
+      lines=lines,
+      names=table.names + 1,
+      least=_LEAST,
+      named=table.named + 1,
     )
 
 
@@ -160,12 +191,12 @@ class Leaderboard(NamedTuple):
 
   def to_csv(self) -> str:
     """Formats a line per entry."""
-    return formats.to_csv(
-      _line(entry) for group in self.groups for entry in group.entries.values()
-    )
+    return formats.to_csv(line for group in self.groups for line in group.lines)
 
   def to_markdown(self, plots: Sequence[str]) -> str:
-    """Formats a section per group: scores by budget, plot, then every number.
+    """Formats a section per group.
+
+    It has the headline, scores by budget, the plot, then every number.
 
     Args:
       plots: file names of the groups' plots.
@@ -174,9 +205,10 @@ class Leaderboard(NamedTuple):
     for group, plot in zip(self.groups, plots, strict=True):
       blocks += [
         f"## {formats.escaped(group.title)}",
+        formats.escaped(group.headline),
         group.scores,
         f"![Score against retention]({plot})",
-        group.table._replace(title=""),
+        group.table,
         *map(formats.escaped, group.notes),
       ]
     return formats.document(*blocks, *map(formats.escaped, self.remarks))
@@ -194,6 +226,9 @@ class Leaderboard(NamedTuple):
     """Formats the tables for a terminal of 80 columns."""
     shown: list[rich.console.RenderableType] = []
     for group in self.groups:
+      shown.append(rich.text.Text(group.title, style="bold"))
+      if group.headline:
+        shown.append(rich.text.Text(group.headline))
       shown.append(group.table)
       shown += [rich.text.Text(note, style="dim") for note in group.notes]
       shown.append("")

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 
 from kvjax.experiments.benchmarks.registry import presentation
-from kvjax.experiments.report.means import Mean, Summary, means, ranked
+from kvjax.experiments.report.means import Mean, Summary, ranked
 from kvjax.experiments.run.candidates import FULL
 
 # Above these numbers, lengths are named by the first and last one, and tasks by
@@ -99,14 +99,13 @@ def reached(mean: Mean) -> str:
   return f"{words}{share(mean.retention)}"
 
 
-def headline(summary: Summary) -> str:
+def headline(averages: Sequence[Mean]) -> str:
   """Names the best method and its scores; empty without methods to compare.
 
   As in `Best of 3 methods: keydiff (50 %: 60.4, 25 %: 31.2); full cache 87.5.`
   Two methods with the same scores at all budgets are both named; of more, the
   others are counted.
   """
-  averages = means(summary["rows"])
   full = [f"{mean.score:.1f}" for mean in averages if mean.method == FULL]
   methods = [mean for mean in ranked(averages) if mean.method != FULL]
   if not methods:

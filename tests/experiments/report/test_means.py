@@ -8,7 +8,7 @@ import scipy.stats
 
 from kvjax.errors import InputError
 from kvjax.experiments.report import anova, wording
-from kvjax.experiments.report.means import means
+from kvjax.experiments.report.means import means, ranks
 
 
 def found_by(record):
@@ -140,16 +140,48 @@ def test_the_best_method_comes_first_after_the_full_cache(answer, record):
 
 
 def test_a_headline_names_the_best_method(answer, record):
+  def headline(answers):
+    return wording.headline(means(record(answers).summary["rows"]))
+
   answers = [answer("full"), answer("b", score=20.0), answer("a", score=60.0)]
-  assert wording.headline(record(answers).summary) == (
+  assert headline(answers) == (
     "Best of 2 methods: a (25 %: 60.0); full cache 100.0."
   )
   tie = [*answers, answer("c", score=60.0)]
-  assert wording.headline(record(tie).summary) == (
+  assert headline(tie) == (
     "Best of 3 methods: a and c (25 %: 60.0); full cache 100.0."
   )
-  assert wording.headline(record(answers[1:2]).summary) == "b (25 %: 20.0)."
-  assert wording.headline(record(answers[:1]).summary) == ""
+  assert headline(answers[1:2]) == "b (25 %: 20.0)."
+  assert headline(answers[:1]) == ""
+
+
+@pytest.mark.parametrize(
+  "scores",
+  [
+    {"a": (40.0, 40.0), "b": (60.0, 0.0), "c": (10.0, 20.0)},
+    {"a": (100 / 3, 200 / 3), "b": (50.0, 50.0), "c": (0.1, 0.2)},
+    {"a": (50.0, 50.0), "b": (50.0, 50.0), "c": (50.0, 50.0)},
+  ],
+  ids=["apart", "equal to rounding", "equal"],
+)
+def test_ranks_are_those_of_scipy_by_the_mean_over_budgets(
+  answer, record, scores
+):
+  answers = [answer("full", score=30.0)]
+  answers += [
+    answer(method, budget, score, retention=float(budget))
+    for method, own in scores.items()
+    for budget, score in zip(("0.5", "0.1"), own, strict=True)
+  ]
+  found = ranks(means(record(answers).summary["rows"]))
+  merits = np.round([np.mean(own) for own in scores.values()], 3)
+  expected = scipy.stats.rankdata(-merits, method="min")
+  assert found == dict(zip(scores, expected, strict=True))
+
+
+def test_no_rank_without_all_tasks(answer, record):
+  answers = [answer(task="a"), answer(task="b"), answer("half", task="a")]
+  assert ranks(means(record(answers).summary["rows"])) == {"keydiff": 1}
 
 
 def test_trials_are_the_means_of_runs(answer, record):
