@@ -19,6 +19,7 @@ _CODE = re.compile(r"(?<=<code>)[^<]+(?=</code>)")
 _NAME = re.compile(r"<code>([^<]+)</code>")
 _HEAD = re.compile(r"<th\b.*?</th>")
 _NUMBERS = re.compile(r'<td (style="text-align: right;">([^<]+)</td>)')
+_TAG = re.compile(r"(<[^>]+>)")
 _LIST = re.compile(r"--[^\s<>]{60}")
 _HYPHENED = re.compile(r"[^\s<>]*-[^\s<>]*")
 
@@ -51,7 +52,11 @@ def _guide(html: str) -> str:
 
 def _wrap(html: str) -> str:
   """Lets a command with a long list break after commas, too."""
-  return _HYPHENED.sub(_keep, html) if _LIST.search(html) else html
+  if not _LIST.search(html):
+    return html
+  parts = _TAG.split(html)
+  parts[::2] = [_HYPHENED.sub(_keep, part) for part in parts[::2]]
+  return "".join(parts)
 
 
 def _guide_table(html: str) -> str:

@@ -38,15 +38,17 @@ def interruptible() -> Iterator[None]:
     yield
     return
   report = sys.unraisablehook
-  ending = threading.Event()
+  ending = False
 
   def interrupt(number: int, frame: types.FrameType | None) -> None:
-    ending.set()
+    nonlocal ending
+    ending = True
     raise KeyboardInterrupt
 
   def end(number: int, frame: types.FrameType | None) -> None:
-    if not ending.is_set():
-      ending.set()
+    nonlocal ending
+    if not ending:
+      ending = True
       raise exits.Preempted
 
   def repeat(dropped: "sys.UnraisableHookArgs") -> None:

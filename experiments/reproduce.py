@@ -52,7 +52,7 @@ from kvjax.experiments.papers.data_model import (
   Program,
 )
 from kvjax.experiments.papers.setup_samples import Sources
-from kvjax.experiments.run import multihost, outputs
+from kvjax.experiments.run import multihost, outputs, sending
 
 flags.set_default(run_inputs.MODEL, run_inputs.REFERENCE)
 for module in (dry_run_inputs, host_inputs, run_inputs, text_inputs):
@@ -151,6 +151,7 @@ def main(ids: Sequence[str]) -> None:
     run = execution.foresee if dry else execution.run
     for experiment in remaining:
       run(experiment, session, _folder(experiment), console)
+      sending.send_if_due(now=True)
 
 
 def _folder(experiment: Experiment) -> pathlib.Path:

@@ -152,6 +152,8 @@ def table(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 def _with_interval(row: Mapping[str, Any], name: str) -> str:
   """Formats a share and its 95 % interval in percent: `87.7 (86.0–89.1)`."""
+  if not row["intervals"]:
+    return f"{100 * row[name]:.1f}"
   ends = "–".join(f"{100 * end:.1f}" for end in row["intervals"][name])
   return f"{100 * row[name]:.1f} ({ends})"
 
@@ -238,7 +240,9 @@ def _decode(payload: bytes) -> list[_Batch]:
 
 
 def _means(batches: Sequence[Quality], tasks: Sequence[str]) -> dict[str, Any]:
-  """Averages over the rows of all batches, with intervals.
+  """Averages over the rows of all batches.
+
+  There are intervals, too, if each task has more than one row.
 
   Args:
     batches: the means of every row of a batch.
@@ -246,8 +250,9 @@ def _means(batches: Sequence[Quality], tasks: Sequence[str]) -> dict[str, Any]:
   """
   of_rows = Quality(*map(np.concatenate, zip(*batches, strict=True)))
   means = {name: float(v.mean()) for name, v in of_rows._asdict().items()}
-  ends = {}
-  for name in ("recall", "error"):
+  ends: dict[str, tuple[float, float]] = {}
+  alone = min(map(tasks.count, tasks)) < 2
+  for name in () if alone else ("recall", "error"):
     by_task: dict[str, list[float]] = {}
     for task, value in zip(tasks, getattr(of_rows, name), strict=True):
       by_task.setdefault(task, []).append(float(value))

@@ -167,11 +167,15 @@ def _is_whole(source: Download, folder: pathlib.Path) -> bool:
 
 
 def _said_of_others(source: Download, folder: pathlib.Path) -> str:
-  """Says which files are there that are not those of a model."""
+  """Says which files of a model's names have other contents."""
   said = ""
   for file in source.files:
     path = folder / file.name
-    if path.is_file() and (found := digest(path)) != file.sha256:
+    try:
+      found = digest(path) if path.is_file() else file.sha256
+    except OSError:  # It cannot be read.
+      continue
+    if found != file.sha256:
       said += f"; {path} is there, but its sha256 is {found}, not {file.sha256}"
   return said
 

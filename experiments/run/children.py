@@ -40,8 +40,8 @@ def run(
   command = [sys.executable, "-m", module, *arguments]
   stdout = subprocess.PIPE if keep else None
   with subprocess.Popen(command, stdout=stdout, text=True) as process:
-    exits.WAITING.set()
     try:
+      exits.WAITING.set()
       printed, _ = process.communicate()
     except KeyboardInterrupt:
       process.terminate()

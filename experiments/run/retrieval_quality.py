@@ -11,13 +11,13 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, PyTree
 
 import kvjax
+from kvjax import hosts
 from kvjax.activations import Activations
 from kvjax.cache.base import Layer
 from kvjax.cache.cache import Cache
 from kvjax.cache.sparse import SparseLayer
 from kvjax.engine.forward import hidden_states
 from kvjax.errors import InputError
-from kvjax.hosts import read
 from kvjax.kernels.select import slots_to_mask
 from kvjax.model import Model
 from kvjax.retrieval import Flat
@@ -115,7 +115,7 @@ def _decode(
 def _quality_of(layer: Layer | None, tokens: _Token) -> Quality | None:
   if not isinstance(layer, SparseLayer):
     return None
-  quality: Quality = read(_retrieve(layer, tokens))
+  quality: Quality = hosts.read(_retrieve(layer, tokens))
   return quality
 
 
@@ -201,5 +201,8 @@ def mean(per_layer: Sequence[Quality | None]) -> Quality:
       "it may retrieve all there is; give it less to retrieve."
     )
   return Quality(
-    *(np.mean(values, axis=0) for values in zip(*qualities, strict=True))
+    *(
+      np.mean(values, axis=0, dtype=np.float64)
+      for values in zip(*qualities, strict=True)
+    )
   )

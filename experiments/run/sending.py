@@ -69,15 +69,18 @@ class Copy:
     # Taken by the thread that ends a program, too.
     self._lock = threading.RLock()
 
-  def send_if_due(self) -> None:
+  def send_if_due(self, now: bool = False) -> None:
     """Sends what has changed, if it is time to.
 
     What cannot be sent is sent later.
 
+    Args:
+      now: it is.
+
     Raises:
       InputError: another run writes to the address.
     """
-    if time.monotonic() < self._next:
+    if not now and time.monotonic() < self._next:
       return
     try:
       self.send()
@@ -212,10 +215,10 @@ def check(address: str) -> None:
     addresses.Place.of(address).check_writable()
 
 
-def send_if_due() -> None:
+def send_if_due(now: bool = False) -> None:
   """Sends what has changed, if it is time to; see `Copy.send_if_due`."""
   for copy in _COPIES:
-    copy.send_if_due()
+    copy.send_if_due(now)
 
 
 def send_at_once(seconds: float) -> None:
@@ -270,8 +273,19 @@ def sending() -> Iterator[None]:
 
 
 def _finish() -> None:
+  """Finishes all copies, also after one that cannot be sent.
+
+  Raises:
+    InputError: some cannot.
+  """
+  errors = []
   for copy in _COPIES:
-    copy.finish()
+    try:
+      copy.finish()
+    except InputError as error:
+      errors.append(error)
+  if errors:
+    raise type(errors[0])(" ".join(map(str, errors)))
 
 
 def _say_kept() -> None:

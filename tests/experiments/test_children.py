@@ -125,6 +125,7 @@ with interrupts.interruptible(), sending.sending():
     (signal.SIGINT, True, 130),
     (signal.SIGINT, False, 130),
     (signal.SIGTERM, True, 143),
+    (signal.SIGTERM, False, 143),
   ],
 )
 def test_what_a_program_has_written_is_sent_before_it_ends(
@@ -139,7 +140,10 @@ def test_what_a_program_has_written_is_sent_before_it_ends(
     assert process.stdout.readline() == "answered\n"
     send = os.killpg if to_all else os.kill
     send(process.pid, number)
-    assert process.wait(60) == code
+    try:
+      assert process.wait(60) == code
+    finally:
+      process.kill()
     # The program that is run has ended first.
     assert (there / "answers").read_text() == "all"
     assert process.stdout.read() == "sending\n"

@@ -159,6 +159,21 @@ def test_a_write_after_a_failed_send_is_not_overwritten(store, monkeypatch):
   assert contents(store) == {"a": "another"}
 
 
+def test_what_another_run_has_taken_does_not_keep_the_rest_from_being_sent(
+  store, monkeypatch
+):
+  def run_three():
+    with sending.sending():
+      for name in "abc":
+        (outputs.run_folder(RUNS, name) / "x").write_text("own")
+      store.pipe_file("/bucket/runs/a/x", b"other")
+
+  monkeypatch.setattr(sending, "_BETWEEN", 3600.0)
+  with pytest.raises(InputError, match=f"run writes to {RUNS}/a/x; .*; what i"):
+    run_three()
+  assert contents(store) == {"a/x": "other", "b/x": "own", "c/x": "own"}
+
+
 def test_runs_in_other_folders_do_not_matter(store):
   with sending.sending():
     folder = outputs.run_folder(RUNS)
