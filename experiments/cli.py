@@ -20,6 +20,7 @@ from kvjax.experiments.inputs import plugin_inputs
 from kvjax.experiments.run import (
   kernel_failures,
   multihost,
+  plugin_failures,
   plugin_files,
   sending,
 )
@@ -115,7 +116,9 @@ def run_on_arguments(
         print(stopped, file=sys.stderr)
       exits.leave(exits.PREEMPTED)
     except Exception as error:
-      if said := kernel_failures.sentence(error):
+      explain = (kernel_failures.sentence, plugin_failures.sentence)
+      if said := next(filter(None, (say(error) for say in explain)), None):
+        logging.info("The error in full:", exc_info=True)
         _refuse(said)
       if jax.distributed.is_initialized():
         traceback.print_exc()

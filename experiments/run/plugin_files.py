@@ -5,6 +5,7 @@ import hashlib
 import importlib.util
 import pathlib
 import sys
+import types
 from collections.abc import Iterator, Sequence
 
 from kvjax import files
@@ -19,14 +20,19 @@ _DIGITS = 8
 def load(paths: Sequence[str]) -> None:
   """Runs files; the names of their methods are then known.
 
-  What a file raises is not caught: its author needs the traceback.
-
   Raises:
     InputError: a file is missing, is no Python file, cannot be parsed, or
       registers nothing.
   """
   for path in dict.fromkeys(pathlib.Path(text).resolve() for text in paths):
     _run(path)
+
+
+def modules() -> list[types.ModuleType]:
+  """Returns the modules of the files that have been run, or failed to."""
+  return [
+    module for name, module in sys.modules.items() if name.startswith(_PACKAGE)
+  ]
 
 
 def _run(path: pathlib.Path) -> None:

@@ -6,6 +6,7 @@ from typing import Self, final
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from kvjax.activations import Activations
@@ -14,8 +15,10 @@ from kvjax.allocation.base import LayerBudget as LayerBudget
 from kvjax.allocation.base import Uniform
 from kvjax.cache.layers import LayerCache
 from kvjax.cache.observation import ObservationWindow
+from kvjax.errors import InputError
 from kvjax.methods.traits import Traits
 from kvjax.model import Geometry
+from kvjax.names import name_of
 from kvjax.options.bounds import check_options
 from kvjax.selection import finite, top_slots
 
@@ -197,8 +200,21 @@ class ScoringMethod(Method):
   def evaluate(
     self, layer: Int[Array, ""], cache: LayerCache, activations: Activations
   ) -> Float[Array, "B K T"]:
-    """Computes the scores."""
-    return self.scores(layer, cache, activations)
+    """Computes the scores.
+
+    Raises:
+      InputError: they are not one number in float32 for every slot.
+    """
+    scores = self.scores(layer, cache, activations)
+    shape, given = cache.positions.shape, type(scores).__name__
+    if isinstance(scores, jax.Array | np.ndarray):
+      given = f"{scores.dtype} {scores.shape}"
+    if given != f"float32 {shape}":
+      raise InputError(
+        f"{name_of(self)} must give every slot a score in float32, {shape} of "
+        f"them here, whatever the cache's dtype; it gives {given}."
+      )
+    return scores
 
   def as_weights(self, scores: Float[Array, "B K T"]) -> Float[Array, "B K T"]:
     """Scores on the scale of one query's attention, if they are attention."""

@@ -98,7 +98,7 @@ class Critical(Using):
     """Computes the inner scores, and the norms of projected values."""
     inner = self.votes
     # Epsilon is on the scale of one query's attention.
-    scores = inner.as_weights(inner.scores(layer, cache, activations))
+    scores = inner.as_weights(inner.evaluate(layer, cache, activations))
     assert activations.output_projection is not None
     return CriticalScores(
       finite(scores), projected_norms(cache, activations.output_projection)
