@@ -130,7 +130,9 @@ def test_the_code_runs(pages, tmp_path, monkeypatch, capsys):
   printed = capsys.readouterr().out
   assert printed.endswith("\n")
   if "docs/getting_started.md" in pages:
-    assert printed.index("KeyDiff(") < printed.index("SnapKV(")
+    assert re.findall(r"^(\w+) [\d,]+ ", printed, re.MULTILINE) == [
+      *("keydiff", "snapkv", "kvzip")
+    ]
     assert len(names["answers"].rows()) == 1
   assert names["chat"].cache.nbytes > 0
 
