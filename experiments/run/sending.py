@@ -75,7 +75,7 @@ class Copy:
     What cannot be sent is sent later.
 
     Args:
-      now: it is.
+      now: whether to send before it is time.
 
     Raises:
       InputError: another run writes to the address.

@@ -109,7 +109,11 @@ def test_sends_wait_for_their_time(store, sent, monkeypatch):
     folder = outputs.run_folder(RUNS)
     outputs.write_text(folder / "a", "1")
     assert sent == []
-  assert sent == ["a"]
+    sending.send_if_due(now=True)
+    assert sent == ["a"]
+    outputs.write_text(folder / "b", "2")
+    assert sent == ["a"]
+  assert sent == ["a", "b"]
 
 
 @pytest.mark.parametrize("before", [None, b"1"], ids=["new", "changed"])
