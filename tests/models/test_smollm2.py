@@ -1,7 +1,7 @@
 """SmolLM2-135M-Instruct, which is fetched at the first run of these tests.
 
-What transformers and the model's own tokenizer answer is in
-tests/golden/smollm2.
+What transformers, the parts of the model's published tokenizer and llama.cpp
+answer is in tests/golden/smollm2.
 """
 
 import json
@@ -17,6 +17,7 @@ from kvjax.models.pretrained import load
 NAME = "smollm2-135m-instruct"
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "smollm2"
 TEXTS = json.loads((GOLDEN / "texts.json").read_text())
+LLAMACPP = json.loads((GOLDEN / "llamacpp.json").read_text())
 STRIDE = 16
 TOLERANCE = 1e-4
 
@@ -31,6 +32,12 @@ def test_odd_texts_have_the_ids_of_the_models_own_tokenizer(lm):
     assert lm.tokenizer.encode(sample["text"]) == sample["ids"]
     assert lm.tokenizer.decode(sample["ids"]) == sample["decoded"]
     assert "".join(lm.tokenizer.pieces(sample["text"])) == sample["text"]
+
+
+def test_texts_have_the_ids_of_llamacpp(lm):
+  assert len(LLAMACPP["samples"]) > len(TEXTS["samples"])
+  for sample in LLAMACPP["samples"]:
+    assert lm.tokenizer.encode(sample["text"]) == sample["ids"]
 
 
 def test_its_chat_and_its_special_tokens(lm):
