@@ -122,7 +122,13 @@ def _step(
   ) -> Float[Array, "B N C D"]:
     queries, positions = block
     return attention(
-      queries, cache.keys, cache.values, positions, cache.positions
+      queries,
+      cache.keys,
+      cache.values,
+      positions,
+      cache.positions,
+      options=activations.attention,
+      sinks=activations.sinks,
     )
 
   queries = activations.queries.reshape(batch, heads, parts, QUERIES, dim)

@@ -11,14 +11,12 @@ from jaxtyping import Array, Float, Int, PyTree
 import kvjax
 from kvjax.activations import Activations
 from kvjax.cache.base import Layer
+from kvjax.cache.retrieve import retrieved_slots
 from kvjax.cache.sparse import SparseLayer
 from kvjax.engine.forward import hidden_states
 from kvjax.errors import InputError
 from kvjax.experiments.run.candidates import Candidate
-from kvjax.kernels.select import slots_to_mask
 from kvjax.model import Model
-
-_Queries = Sequence[Float[Array, "B N D"]]
 
 
 class Kept(NamedTuple):
@@ -75,78 +73,75 @@ def kept(
   everything = kvjax.get_plan("full", kvjax.Retention(1.0))
   plans = [candidate.plan for candidate in candidates]
   (full, *caches), _ = kvjax.sweep(model, params, prompts, [everything, *plans])
-  queries = None
+  last = None
   if any(plan.sparse is not None for plan in plans):
-    queries = _last_queries(model, params, full, tokens[-1])
+    last = _last_activations(model, params, full, tokens[-1])
   return [
-    Kept(candidate, head_counts(cache, queries), cache.nbytes, full.nbytes)
+    Kept(candidate, head_counts(cache, last), cache.nbytes, full.nbytes)
     for candidate, cache in zip(candidates, caches, strict=True)
   ]
 
 
 def head_counts(
-  cache: kvjax.Cache, queries: _Queries | None = None
+  cache: kvjax.Cache, last: Sequence[Activations] | None = None
 ) -> Int[np.ndarray, "L n"]:
   """Counts the KV heads of each layer that attend to each token.
 
   Args:
     cache: a cache of one row of n tokens.
-    queries: each layer's queries of the last token; required for retrieval.
+    last: each layer's activations of the last token; required for retrieval.
   """
   layers = cache.layers
-  query_of_layer = [None] * len(layers) if queries is None else queries
+  last_of_layer = [None] * len(layers) if last is None else last
   tokens = int(cache.next_positions[0])
   counts = [
-    np.bincount(_positions(layer, cache, query), minlength=tokens)
-    for layer, query in zip(layers, query_of_layer, strict=True)
+    np.bincount(_positions(layer, activations), minlength=tokens)
+    for layer, activations in zip(layers, last_of_layer, strict=True)
     if layer is not None
   ]
   return np.stack(counts)
 
 
-def _positions(
-  layer: Layer, cache: kvjax.Cache, query: Float[Array, "B N D"] | None
-) -> Int[np.ndarray, " U"]:
+def _positions(layer: Layer, last: Activations | None) -> Int[np.ndarray, " U"]:
   """Returns the positions that heads attend to, concatenated over heads."""
   if not isinstance(layer, SparseLayer):
     return np.concatenate(layer.row_positions(0), dtype=np.int64)
-  assert query is not None
-  retrieved = _retrieved_positions(layer, query, cache.next_positions - 1)
-  parts = [layer.resident.positions, retrieved]
+  assert last is not None
+  parts = [layer.resident.positions, _retrieved_positions(layer, last)]
   positions = np.concatenate([np.ravel(x) for x in parts])
   return positions[positions >= 0]
 
 
 @jax.jit
 def _retrieved_positions(
-  layer: SparseLayer, query: Float[Array, "B N D"], positions: Int[Array, " B"]
+  layer: SparseLayer, token: Activations
 ) -> Int[Array, "B K F"]:
   """Returns positions of stored tokens that a token reads, -1 for others."""
-  _, counts = layer.retrieve(layer.index, query, positions)
-  slots = counts.visible_slots
-  slots = slots.reshape(*slots.shape[:2], -1)
-  stored = layer.stored.positions
-  return jnp.where(slots_to_mask(slots, stored.shape[-1]), stored, -1)
+  queries, positions = token.queries[:, :, 0], token.positions[:, 0]
+  options = token.attention
+  _, selection = layer.retrieve(layer.index, queries, positions, options)
+  retrieved = retrieved_slots(selection, layer.stored.capacity)
+  return jnp.where(retrieved, layer.stored.positions, -1)
 
 
-def _last_queries(
+def _last_activations(
   model: Model, params: PyTree, full: kvjax.Cache, token: int
-) -> _Queries:
-  """Computes each layer's queries of the last token of a full cache."""
+) -> tuple[Activations, ...]:
+  """Computes each layer's activations of the last token of a full cache."""
 
   def attend(
     layer: int, state: Layer, activations: Activations
-  ) -> tuple[Float[Array, "B N S D"], Float[Array, "B N D"]]:
+  ) -> tuple[Float[Array, "B N S D"], Activations]:
     del layer
     output, _ = state.attend(activations)
-    return output, activations.queries[:, :, 0]
+    return output, activations.only(())
 
-  def queries(
+  def run(
     params: PyTree, cache: kvjax.Cache, tokens: Int[Array, "B S"]
-  ) -> tuple[Float[Array, "B N D"], ...]:
+  ) -> tuple[Activations, ...]:
     positions = cache.next_positions[:, None] - 1
     return hidden_states(
       model, params, tokens, positions, cache.layers, attend
     )[1]
 
-  return jax.jit(queries)(params, full, np.array([[token]], np.int32))
+  return jax.jit(run)(params, full, np.array([[token]], np.int32))

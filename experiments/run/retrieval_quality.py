@@ -15,10 +15,10 @@ from kvjax import hosts
 from kvjax.activations import Activations
 from kvjax.cache.base import Layer
 from kvjax.cache.cache import Cache
+from kvjax.cache.retrieve import retrieved_slots
 from kvjax.cache.sparse import SparseLayer
 from kvjax.engine.forward import hidden_states
 from kvjax.errors import InputError
-from kvjax.kernels.select import slots_to_mask
 from kvjax.model import Model
 from kvjax.retrieval import Flat
 
@@ -173,12 +173,13 @@ def _retrieved(
   layer: SparseLayer, activations: Activations
 ) -> Bool[Array, "B K F"]:
   """Computes the mask of stored slots that any head of a group retrieves."""
-  _, result = layer.retrieve(
-    layer.index, activations.queries[:, :, 0], activations.positions[:, 0]
+  _, selection = layer.retrieve(
+    layer.index,
+    activations.queries[:, :, 0],
+    activations.positions[:, 0],
+    activations.attention,
   )
-  slots = result.visible_slots
-  listed = slots.reshape(*slots.shape[:2], -1)
-  return slots_to_mask(listed, layer.stored.capacity)
+  return retrieved_slots(selection, layer.stored.capacity)
 
 
 def _cosine(

@@ -16,6 +16,7 @@ from kvjax.cache.splitting import Split
 from kvjax.errors import InputError
 from kvjax.kernels.attention import AttentionOptions, Partial
 from kvjax.kernels.dispatch import on_mesh
+from kvjax.kernels.select import slots_to_mask
 from kvjax.kernels.sparse_decode import sparse_decode
 from kvjax.retrieval.base import (
   Candidates,
@@ -253,6 +254,15 @@ def _or_everything(
 def _fits(store: Store, budget: KeyBudget) -> Bool[Array, ""]:
   """Whether the budget allows all stored keys of a head."""
   return jnp.sum(store.valid, dtype=jnp.int32) <= budget.num_keys
+
+
+def retrieved_slots(
+  selection: Selection, capacity: int
+) -> Bool[Array, "B K F"]:
+  """Computes the mask of slots that any query head of a group retrieves."""
+  slots = selection.visible_slots
+  # As a mask, slots that several query heads list count once.
+  return slots_to_mask(slots.reshape(*slots.shape[:2], -1), capacity)
 
 
 def broadcast_budget(

@@ -21,13 +21,13 @@ from kvjax.cache.retrieve import (
   rescale_queries,
   retrieve_all,
   retrieve_on_mesh,
+  retrieved_slots,
 )
 from kvjax.cache.ring import Ring
 from kvjax.cache.rows import Rows
 from kvjax.cache.splitting import split_tokens
 from kvjax.errors import InputError
 from kvjax.kernels.attention import AttentionOptions, Partial, merge, with_sinks
-from kvjax.kernels.select import slots_to_mask
 from kvjax.placement import to_host
 from kvjax.retrieval.base import KeyBudget, Retrieval, Selection, Store
 from kvjax.struct import replace, static, struct
@@ -332,35 +332,34 @@ class SparseLayer(Layer):
     queries = jnp.take_along_axis(
       activations.queries, last[:, None, None, None], axis=2
     )[:, :, 0]
-    # As while decoding, where the scaled queries are not rounded, either.
-    rescaled = activations.attention.rescale(queries.astype(jnp.float32))
-    _, selection = self.retrieve(self.index, rescaled, last)
-    slots = selection.visible_slots
-    slots = slots.reshape(*slots.shape[:2], -1)
-    # As a mask, slots that several query heads list count once.
-    visible = slots_to_mask(slots, self.stored.capacity)
-    return jnp.sum(visible, axis=-1, dtype=jnp.int32)
+    options = activations.attention
+    _, selection = self.retrieve(self.index, queries, last, options)
+    retrieved = retrieved_slots(selection, self.stored.capacity)
+    return jnp.sum(retrieved, axis=-1, dtype=jnp.int32)
 
   def retrieve(
     self,
     index: PyTree[Array],
     queries: Float[Array, "B N D"],
     positions: Int[Array, " B"],
+    options: AttentionOptions,
   ) -> tuple[PyTree[Array], Selection]:
     """Retrieves for a token of each row.
 
     Args:
       index: the index before the token.
-      queries: queries of the token, scaled such that their products with keys,
-        times D^-1/2, are the layer's logits.
+      queries: queries of the token, as the layer's attention uses them.
       positions: position of the token, -1 for padding.
+      options: of the layer's attention.
 
     Returns:
       The index after the token, and what each KV head retrieves.
     """
     layer, rows = self._split_rows(None)
+    # As while decoding, where the scaled queries are not rounded, either.
+    rescaled = options.rescale(queries.astype(jnp.float32))
     after, selection = layer._retrieve(
-      LayerIndex(index), queries, positions, rows
+      LayerIndex(index), rescaled, positions, rows
     )
     return after.arrays, selection
 

@@ -16,6 +16,7 @@ from kvjax.cache.sparse import SparseLayer
 from kvjax.engine.generate import generate, reserve
 from kvjax.engine.plans import Plan
 from kvjax.engine.prefill import prefill, sweep
+from kvjax.kernels.attention.options import PLAIN
 from kvjax.methods.full import FullKV
 from kvjax.options.budgets import Retention, Tokens
 from kvjax.prompts import Prompts
@@ -99,7 +100,7 @@ def _retrieve(
   queries: Float[Array, "B N D"],
   positions: Int[Array, " B"],
 ) -> _Retrieved:
-  after, result = cache.retrieve(cache.index, queries, positions)
+  after, result = cache.retrieve(cache.index, queries, positions, PLAIN)
   return _Retrieved(result, cache.index, after)
 
 

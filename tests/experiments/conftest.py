@@ -143,6 +143,18 @@ def hybrid():
 
 
 @pytest.fixture(scope="session")
+def scaled():
+  """Its attention multiplies logits by 3 instead of D^-1/2."""
+  return pretrained(
+    model_type="granite",
+    attention_multiplier=3.0,
+    embedding_multiplier=1.0,
+    residual_multiplier=1.0,
+    logits_scaling=1.0,
+  )
+
+
+@pytest.fixture(scope="session")
 def tiny(tiny_directory):
   return models.load(tiny_directory, "float32")
 

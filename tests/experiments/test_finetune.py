@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -24,10 +25,12 @@ from kvjax.kernels.attention import attention
 from kvjax.models import lora
 from kvjax.models.decoder import Decoder
 from kvjax.models.language_model import from_decoder
+from kvjax.models.pretrained import load_decoder
 from kvjax.models.sharding import param_shardings
 from kvjax.models.tokenizer import Tokenizer
 from kvjax.prompts import Prompts
 
+GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "transformers"
 TEXT = "The first file is read when the second one has been closed."
 RECIPE = Recipe(2, ("q", "v"), 2, 1e-2, 2, 0)
 SCHEDULE = training.Schedule(1e-2, 4)
@@ -182,6 +185,21 @@ def test_loss_and_gradient_are_those_of_the_plain_computation(tiny):
     plain_gradient,
   )
   assert all(np.abs(leaf).max() > 1e-4 for leaf in jax.tree.leaves(gradient))
+
+
+@pytest.mark.parametrize("family", ["mistral_window", "granite", "gpt_oss"])
+def test_the_loss_is_the_likelihood_of_models_of_every_kind(family):
+  """With windows, another scale, attention sinks."""
+  model, params = load_decoder(GOLDEN / family, "float32")
+  draw = np.random.default_rng(0)
+  rows = [draw.integers(3, 80, length).tolist() for length in (70, 30)]
+  means = kvjax.negative_log_likelihood(model, params, kvjax.Prompts.of(rows))
+  padded = Prompts.of(rows, training.QUERIES)
+  found = training.measure(
+    model, params, jnp.asarray(padded.tokens), jnp.asarray(padded.lengths)
+  )
+  expected = np.sum(np.asarray(means) * (padded.lengths - 1))
+  np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
 @pytest.mark.slow

@@ -96,6 +96,17 @@ def test_all_but_one_token_is_read(tiny, kept):
   assert found.heads.sum(axis=1).tolist() == [HEADS * (length - 1)] * LAYERS
 
 
+@pytest.mark.slow
+def test_reads_are_counted_for_models_with_another_scale(scaled):
+  """Squeezed Attention reads others if queries are larger."""
+  name = "squeezed:local=5:cluster_tokens=4:window=10"
+  chosen = candidates([name], [kvjax.Tokens(12)])[1:]
+  found = counts.kept(scaled.model, scaled.params, _tokens(scaled), chosen)
+  _, cache = _caches(scaled, found)
+  reads = np.asarray(cache.num_attended).sum(axis=(1, 2))
+  assert found[0].heads.sum(axis=1).tolist() == reads.tolist()
+
+
 class _Reader(html.parser.HTMLParser):
   """The tokens of each view: their text without signs, and their counts."""
 
