@@ -5,9 +5,11 @@ kvjax reads and writes is always a copy on this machine.
 """
 
 import contextlib
+import errno
 import hashlib
 import pathlib
 import re
+import shutil
 import tempfile
 import uuid
 from collections.abc import Iterator, Mapping
@@ -25,6 +27,10 @@ from kvjax.progress import bytes_bar
 _ADDRESS = re.compile(r"[A-Za-z][\w+.-]*://.*", re.DOTALL)
 # Of an address in a message.
 _LONGEST = 400
+# Errors of the disk of this machine, which stores do not have.
+_OF_THIS_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+# Start of the name of a folder that is not yet whole.
+_SCRATCH = "part."
 # Of digests in the names of folders.
 _DIGITS = 16
 
@@ -51,7 +57,8 @@ def fetch(address: files.Path) -> pathlib.Path:
   """Copies what is at an address into the user's cache, as a whole.
 
   Every version has a folder of its own there, so that what has not changed is
-  not copied again, and programs that fetch at the same time do not meet.
+  not copied again. Programs that fetch from an address at the same time wait
+  for each other.
 
   Args:
     address: the address of a file or a folder.
@@ -75,17 +82,33 @@ def fetch(address: files.Path) -> pathlib.Path:
     return copy
   try:
     parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=parent) as scratch:
-      whole = pathlib.Path(scratch) / version
-      place.download(listed, whole / place.name)
-      whole.rename(parent / version)
+    with files.locked(parent):
+      # Another program may have fetched it in the meantime.
+      if not copy.exists():
+        _fetch(place, listed, parent / version)
   except OSError as error:
-    if copy.exists():  # Another program was faster.
-      return copy
     raise InputError(
       f"{place.address} cannot be copied to {parent}: {files.reason(error)}."
     ) from error
   return copy
+
+
+def _fetch(
+  place: "Place", listed: Mapping[str, Mapping[str, Any]], folder: pathlib.Path
+) -> None:
+  """Copies files into a new folder, which gets its name when all are there."""
+  for left in folder.parent.glob(f"{_SCRATCH}*"):
+    # By a program that was killed.
+    shutil.rmtree(left, ignore_errors=True)
+  with tempfile.TemporaryDirectory(
+    prefix=_SCRATCH, dir=folder.parent, ignore_cleanup_errors=True
+  ) as scratch:
+    whole = pathlib.Path(scratch) / folder.name
+    place.download(listed, whole / place.name)
+    for path in (*whole.rglob("*"), whole):
+      files.sync(path)
+    whole.rename(folder)
+    files.sync(folder.parent)
 
 
 @contextlib.contextmanager
@@ -198,9 +221,15 @@ class Place(NamedTuple):
       for name, about in listed.items():
         path = target / name if name else target
         path.parent.mkdir(parents=True, exist_ok=True)
-        with _explained(self.address, "read"):
+        with _explained(self.address, "read", but=_OF_THIS_DISK):
           self.store.get_file(self._at(name), str(path))
-        done += about.get("size") or 0
+        size, here = about.get("size"), path.stat().st_size
+        if size is not None and here != size:
+          raise InputError(
+            f"{self.address} cannot be read: of {name or self.name}, {here:,} "
+            f"of {size:,} bytes have come; try again."
+          )
+        done += here
         show(done)
 
   def upload(self, folder: pathlib.Path) -> None:
@@ -280,12 +309,22 @@ class Place(NamedTuple):
 
 
 @contextlib.contextmanager
-def _explained(address: str, what: str) -> Iterator[None]:
-  """Says in a sentence what the library of a store raises."""
+def _explained(
+  address: str, what: str, but: tuple[int, ...] = ()
+) -> Iterator[None]:
+  """Says in a sentence what the library of a store raises.
+
+  Args:
+    address: the address.
+    what: what cannot be done with it.
+    but: numbers of errors of the system that are raised as they are.
+  """
   try:
     yield
   # Each has errors of its own.
   except Exception as error:
+    if isinstance(error, OSError) and error.errno in but:
+      raise
     said = files.reason(error) or type(error).__name__
     if isinstance(error, FileNotFoundError):
       said = "there is no such bucket or folder"

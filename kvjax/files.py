@@ -3,8 +3,8 @@
 All files that kvjax writes go through `replacing` or `append`, except for
 caches and checkpoints, which orbax writes as atomically; for the records that
 runs resume from (`kvjax.experiments.run.line_files`), which keep whole lines;
-and for models that are fetched (`kvjax.models.downloads`), which are written to
-a temporary folder, checked, and on the disk before they get their names.
+and for what is fetched (`kvjax.models.downloads`, `kvjax.addresses`), which is
+written to a temporary folder, checked, and on the disk before it gets its name.
 """
 
 import contextlib
@@ -146,6 +146,11 @@ def part_of(path: pathlib.Path) -> pathlib.Path:
   return path.with_name(f".{path.name}.part")
 
 
+def is_part(name: str) -> bool:
+  """Whether a file's name is one of `part_of`."""
+  return name.startswith(".") and name.endswith(".part")
+
+
 def write_bytes(path: Path, content: bytes, kept: str = "") -> None:
   """Writes a file atomically; arguments and errors as for `replacing`."""
   with replacing(path, kept) as part:
@@ -179,6 +184,31 @@ def append(path: Path, content: bytes) -> None:
         raise
   except OSError as error:
     raise _unwritten(path, error) from error
+
+
+def sync(path: Path) -> None:
+  """Puts a file, or the names in a folder, on the disk."""
+  number = os.open(path, os.O_RDONLY)
+  try:
+    os.fsync(number)
+  finally:
+    os.close(number)
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+  """Keeps other programs from working on a folder; a kill ends it."""
+  try:
+    import fcntl
+  except ImportError:  # Windows: whoever is last replaces equal files.
+    yield
+    return
+  number = os.open(folder, os.O_RDONLY)
+  try:
+    fcntl.flock(number, fcntl.LOCK_EX)
+    yield
+  finally:
+    os.close(number)
 
 
 def reason(error: Exception) -> str:

@@ -4,14 +4,12 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-import os
 import pathlib
 import re
 import shutil
 import stat
 import sys
 import tempfile
-from collections.abc import Iterator
 from typing import Any, Protocol, runtime_checkable
 
 from kvjax import files
@@ -101,7 +99,7 @@ def fetch(source: Download, folder: pathlib.Path) -> None:
     if _is_whole(source, folder):
       return
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with _lock(folder.parent):
+    with files.locked(folder.parent):
       # Another program may have fetched it in the meantime.
       if not _is_whole(source, folder):
         _remove_stale(folder)
@@ -134,13 +132,13 @@ def _fetch(source: Download, folder: pathlib.Path) -> None:
       ) from error
     for file in source.files:
       _check_digest(source, file, place / file.name)
-      _sync(place / file.name)
+      files.sync(place / file.name)
     folder.mkdir(exist_ok=True)
     for file in source.files:
       # A rename, as the scratch folder is on the same file system.
       (place / file.name).replace(folder / file.name)
     # Before the record, which after a crash must not vouch for missing files.
-    _sync(folder)
+    files.sync(folder)
     _write_record(source, folder)
 
 
@@ -209,22 +207,6 @@ def _write_record(source: Download, folder: pathlib.Path) -> None:
   files.write_text(folder / _RECORD, f"{content}\n")
 
 
-@contextlib.contextmanager
-def _lock(folder: pathlib.Path) -> Iterator[None]:
-  """Keeps other programs from fetching to the same folder; a kill ends it."""
-  try:
-    import fcntl
-  except ImportError:  # Windows: whoever is last replaces equal files.
-    yield
-    return
-  number = os.open(folder, os.O_RDONLY)
-  try:
-    fcntl.flock(number, fcntl.LOCK_EX)
-    yield
-  finally:
-    os.close(number)
-
-
 def _remove_stale(folder: pathlib.Path) -> None:
   """Removes what killed programs have left; nobody else is fetching now."""
   # The random part of a name by `tempfile`.
@@ -254,12 +236,3 @@ def _check_digest(
       f"What has been fetched from {source.label} is not the model that is "
       f"wanted: {file.name} {said}, not {file.sha256}."
     )
-
-
-def _sync(path: pathlib.Path) -> None:
-  """Puts a file, or the names in a folder, on the disk."""
-  number = os.open(path, os.O_RDONLY)
-  try:
-    os.fsync(number)
-  finally:
-    os.close(number)

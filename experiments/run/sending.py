@@ -129,12 +129,14 @@ class Copy:
   def _send(self, name: str) -> None:
     path = self.folder / name
     self._check(name)
-    digest = _digest(path.read_bytes())
-    size = path.stat().st_size
-    self._tried[name] = digest
+    try:
+      content = path.read_bytes()
+    except FileNotFoundError:  # It was removed in the meantime.
+      return
+    self._tried[name] = _digest(content)
     self._place.send(path, name)
     state = _states(self._place.listed()).get(name)
-    if state is None or state[0] != size:
+    if state is None or state[0] != len(content):
       raise self._taken(name)
     self._there[name] = state
     del self._tried[name]
@@ -179,7 +181,12 @@ class Copy:
     for parent, _, names in os.walk(self.folder):
       for name in names:
         path = pathlib.Path(parent, name)
-        about = path.stat()
+        if files.is_part(name):
+          continue
+        try:
+          about = path.stat()
+        except FileNotFoundError:  # It was removed in the meantime.
+          continue
         version = (about.st_mtime_ns, about.st_size)
         found[path.relative_to(self.folder).as_posix()] = version
     return found

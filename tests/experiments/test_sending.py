@@ -1,6 +1,7 @@
 """Runs whose --output is an address."""
 
 import os
+import pathlib
 import tempfile
 import threading
 
@@ -8,6 +9,7 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
+from kvjax import files
 from kvjax.errors import InputError
 from kvjax.experiments.run import outputs, sending
 from kvjax.experiments.run.sentences import say
@@ -101,6 +103,34 @@ def test_a_description_is_sent_after_what_it_describes(store, sent):
     os.utime(path, ns=(0, number))
   copy.send()
   assert sent == ["z", "y", "a"]
+
+
+def test_what_is_being_written_is_not_sent(store, sent):
+  copy = sending.Copy(RUNS)
+  with files.replacing(copy.folder / "a") as part:
+    part.write_bytes(b"half")
+    copy.send()
+    assert sent == []
+  copy.send()
+  assert sent == ["a"]
+
+
+@pytest.mark.parametrize("reading", ["stat", "read_bytes"])
+def test_a_file_that_vanishes_is_not_sent(store, sent, monkeypatch, reading):
+  """As temporary files of libraries do."""
+  copy = sending.Copy(RUNS)
+  for name in ("a", "b"):
+    (copy.folder / name).write_text(name)
+  real = getattr(pathlib.Path, reading)
+
+  def vanish(path, **options):
+    if path == copy.folder / "a":
+      path.unlink(missing_ok=True)
+    return real(path, **options)
+
+  monkeypatch.setattr(pathlib.Path, reading, vanish)
+  copy.send()
+  assert sent == ["b"]
 
 
 def test_sends_wait_for_their_time(store, sent, monkeypatch):

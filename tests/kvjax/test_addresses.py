@@ -1,7 +1,10 @@
 """Files and folders at addresses, of which fsspec has one in memory."""
 
+import errno
 import json
 import os
+import pathlib
+from concurrent.futures import ThreadPoolExecutor
 
 import fsspec
 import jax
@@ -11,7 +14,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 import kvjax
 import kvjax.models
-from kvjax import addresses
+from kvjax import addresses, files
 from kvjax.errors import InputError
 from kvjax.testing import TinyModel
 
@@ -91,36 +94,82 @@ def test_a_file_keeps_its_name(store):
   assert (path.name, path.read_text()) == ("data.jsonl", "{}")
 
 
-def test_a_copy_is_whole_or_not_there(store, monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+  ("number", "said"),
+  [
+    (errno.EIO, f"{RUN} cannot be read: Input/output error"),
+    (errno.ENOSPC, f"{RUN} cannot be copied to .*: No space left on device"),
+  ],
+  ids=["there", "here"],
+)
+def test_a_copy_is_whole_or_not_there(
+  store, monkeypatch, tmp_path, number, said
+):
   store.pipe({"/bucket/run/a": b"1", "/bucket/run/b": b"2"})
   real = MemoryFileSystem.get_file
 
   def fail(self, source, target, **options):
     if source.endswith("b"):
-      raise OSError(28, "No space left on device")
+      raise OSError(number, os.strerror(number))
     return real(self, source, target, **options)
 
   with monkeypatch.context() as patch:
     patch.setattr(MemoryFileSystem, "get_file", fail)
-    with pytest.raises(InputError, match="read: No space left on device"):
+    with pytest.raises(InputError, match=said):
       addresses.fetch(RUN)
   assert not [path for path in tmp_path.rglob("*") if path.is_file()]
   assert read(addresses.fetch(RUN)) == {"a": "1", "b": "2"}
 
 
-def test_programs_fetch_at_the_same_time(store, monkeypatch):
+def test_what_comes_in_part_is_refused(store, monkeypatch, tmp_path):
+  store.pipe_file("/bucket/run/a", b"12345")
+
+  def cut(self, source, target, **options):
+    pathlib.Path(target).write_bytes(b"123")
+
+  with monkeypatch.context() as patch:
+    patch.setattr(MemoryFileSystem, "get_file", cut)
+    with pytest.raises(InputError, match="of a, 3 of 5 bytes have come; try"):
+      addresses.fetch(RUN)
+  assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+  assert read(addresses.fetch(RUN)) == {"a": "12345"}
+
+
+def test_a_copy_is_on_the_disk_before_it_gets_its_name(store, monkeypatch):
+  seen = []
+  rename, sync = pathlib.Path.rename, files.sync
+  monkeypatch.setattr(
+    pathlib.Path,
+    "rename",
+    lambda path, other: (seen.append("named"), rename(path, other)),
+  )
+  monkeypatch.setattr(
+    files, "sync", lambda path: (seen.append(path.name), sync(path))
+  )
+  store.pipe({"/bucket/run/a": b"1", "/bucket/run/b": b"2"})
+  copy = addresses.fetch(RUN)
+  last = seen.index("named")
+  assert sorted(seen[:last]) == sorted(["a", "b", "run", copy.parent.name])
+  assert seen[last + 1 :] == [copy.parent.parent.name]
+
+
+def test_what_a_killed_program_has_left_is_removed(store, tmp_path):
   store.pipe_file("/bucket/run/a", b"1")
-  real = MemoryFileSystem.get_file
-  found = []
+  parent = addresses.fetch(RUN).parents[1]
+  (parent / "part.abcdefgh").mkdir()
+  (parent / "part.abcdefgh" / "a").write_bytes(b"1")
+  store.pipe_file("/bucket/run/a", b"2")
+  copy = addresses.fetch(RUN)
+  assert len(list(parent.iterdir())) == 2
+  assert read(copy) == {"a": "2"}
 
-  def meanwhile(self, source, target, **options):
-    monkeypatch.setattr(MemoryFileSystem, "get_file", real)
-    found.append(addresses.fetch(RUN))
-    return real(self, source, target, **options)
 
-  monkeypatch.setattr(MemoryFileSystem, "get_file", meanwhile)
-  assert [addresses.fetch(RUN)] == found
-  assert read(found[0]) == {"a": "1"}
+def test_threads_fetch_at_the_same_time_once(store, copies):
+  store.pipe_file("/bucket/run/a", b"1")
+  with ThreadPoolExecutor(4) as pool:
+    found = set(pool.map(addresses.fetch, [RUN] * 4))
+  assert copies == ["/bucket/run/a"]
+  assert read(*found) == {"a": "1"}
 
 
 def test_a_name_cannot_lead_out_of_the_copy(store, tmp_path):

@@ -15,6 +15,7 @@ import pytest
 from fetching import located
 from made_up_wheels import CONTENT, NAME, RECORD, file_of, left, make_wheel
 
+from kvjax import files
 from kvjax.errors import InputError
 from kvjax.models import catalog, downloads, wheels
 from kvjax.models.downloads import UnreachableError
@@ -116,14 +117,14 @@ def test_a_file_is_on_the_disk_before_it_gets_its_name(
   wheel, cache, monkeypatch
 ):
   seen = []
-  replace, sync = pathlib.Path.replace, downloads._sync
+  replace, sync = pathlib.Path.replace, files.sync
   monkeypatch.setattr(
     pathlib.Path,
     "replace",
     lambda path, other: (seen.append(path.name), replace(path, other)),
   )
   monkeypatch.setattr(
-    downloads, "_sync", lambda path: (seen.append("sync"), sync(path))
+    files, "sync", lambda path: (seen.append("sync"), sync(path))
   )
   catalog.locate(NAME)
   assert seen[:3] == ["sync", "toy.gguf", "sync"]
