@@ -1,7 +1,6 @@
 """DuoAttention: some heads keep everything, others stream."""
 
 import dataclasses
-import functools
 import io
 import math
 import warnings
@@ -39,17 +38,22 @@ class StreamingHeads(Allocation):
     keep: number of tokens that a streaming head keeps.
     share: share of the heads that stream, whatever the budget is; 0 for as many
       as the budget requires.
+    gates: the gates in the file, set by the constructor. What is compiled for
+      a value never has those of another time.
   """
 
   pattern: str = ""
   keep: int = 384
   share: float = 0.0
+  gates: tuple[tuple[float, ...], ...] = dataclasses.field(
+    default=(), repr=False, metadata={"option": False}
+  )
 
   def __post_init__(self) -> None:
     check_least(self, keep=1)
     check_share(self, "share")
-    if self.pattern:
-      read_pattern(self.pattern)
+    gates = read_pattern(self.pattern).tolist() if self.pattern else []
+    object.__setattr__(self, "gates", tuple(map(tuple, gates)))
 
   @property
   def ragged(self) -> bool:
@@ -68,9 +72,9 @@ class StreamingHeads(Allocation):
 
   def check_model(self, geometry: Geometry) -> None:
     """Refuses a model with other layers or KV heads than the pattern."""
-    if not self.pattern:
+    if not self.gates:
       return
-    gates = read_pattern(self.pattern)
+    gates = np.array(self.gates)
     found = {(spec.compressible, spec.kv_heads) for spec in geometry.layers}
     if found != {(True, gates.shape[1])} or len(gates) != geometry.num_layers:
       raise InputError(
@@ -112,8 +116,8 @@ class StreamingHeads(Allocation):
     """Finds the order in which the heads of a layer stream; 0 is the first."""
     kv_heads = cache.positions.shape[1]
     order = jnp.arange(kv_heads, dtype=jnp.int32)
-    if self.pattern:
-      gates = read_pattern(self.pattern)
+    if self.gates:
+      gates = np.array(self.gates)
       # Query heads that store keys of their own have the gate of their group.
       gates = np.repeat(gates, kv_heads // gates.shape[1], axis=1)
       ranks = gates.argsort(axis=1, kind="stable").argsort(axis=1)
@@ -199,16 +203,15 @@ class StreamingHeads(Allocation):
   def _streaming(self, count: int, sizes: Sizes) -> Int[np.ndarray, " L"]:
     """Number of heads of each layer among the `count` lowest gates."""
     owners = np.repeat(np.arange(sizes.layers), sizes.heads)
-    if self.pattern:
-      gates = read_pattern(self.pattern)
+    if self.gates:
+      gates = np.array(self.gates)
       gates = np.repeat(gates, sizes.heads[0] // gates.shape[1], axis=1)
       owners = owners[gates.argsort(axis=None, kind="stable")]
     return np.bincount(owners[:count], minlength=sizes.layers)
 
 
-@functools.cache
 def read_pattern(path: str) -> Float[np.ndarray, "L K"]:
-  """Reads gates, clipped to 0 and 1 as by the authors, once per process.
+  """Reads gates, clipped to 0 and 1 as by the authors.
 
   Raises:
     InputError: the file cannot be read, or has no such numbers.

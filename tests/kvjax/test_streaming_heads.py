@@ -156,6 +156,16 @@ def test_a_pattern_that_does_not_fit_is_refused(text, match, tmp_path):
     kept(f"duoattention:pattern={file}", kvjax.Retention(0.5))
 
 
+def test_a_pattern_that_is_written_again_is_read_again(path):
+  budget = kvjax.Retention(0.5)
+  _, before = kept(named(path), budget)
+  np.savetxt(path, 1 - np.array(GATES), delimiter="\t")
+  _, after = kept(named(path), budget)
+  fewer, more = ([len(x) for x in rows[0][0]] for rows in (before, after))
+  # The first head of the first layer was the last to stream.
+  assert (fewer[0], more[0]) == (len(ROWS[0]), KEEP)
+
+
 def test_a_model_with_local_layers_is_refused(path):
   layer = kvjax.LayerSpec(4, 2, 8)
   local = kvjax.LayerSpec(4, 2, 8, window=8)
