@@ -12,7 +12,6 @@ from kvjax.experiments.run.prompting import Prompt
 from kvjax.experiments.tasks import niah
 from kvjax.experiments.tasks.sample import Sample
 from kvjax.models.pretrained import Pretrained
-from kvjax.prompts import bucket
 
 TASK = "niah_single_2"
 
@@ -40,10 +39,8 @@ def sample_mass(lm: Pretrained, sample: Sample) -> Float[np.ndarray, "L N"]:
   # The answer starts with a blank, which is a separate token before digits.
   ids = prompt.context + prompt.question + lm.text.encode(" ")
   places = _places(prompt.context, value)
-  # Padded, for one compiled program; no token sees what follows it.
-  padded = ids + [0] * (bucket(len(ids)) - len(ids))
-  layers = activations(lm.model, lm.params, padded)
-  return np.array([_mass(layer, len(ids), places) for layer in layers])
+  layers = activations(lm.model, lm.params, ids)
+  return np.array([_mass(layer, places) for layer in layers])
 
 
 def _places(ids: Sequence[int], value: Sequence[int]) -> slice:
@@ -54,12 +51,10 @@ def _places(ids: Sequence[int], value: Sequence[int]) -> slice:
   raise ValueError("The value does not stand in the prompt.")
 
 
-def _mass(
-  layer: Activations, length: int, places: slice
-) -> Float[np.ndarray, " N"]:
-  """Computes the share of each head's last query among so many tokens."""
-  keys = np.asarray(layer.keys[0, :, :length], np.float64)
-  queries = np.asarray(layer.queries[0, :, length - 1, None], np.float64)
+def _mass(layer: Activations, places: slice) -> Float[np.ndarray, " N"]:
+  """Computes the share of each head's last query."""
+  keys = np.asarray(layer.keys[0], np.float64)
+  queries = np.asarray(layer.queries[0, :, -1:], np.float64)
   group = len(queries) // len(keys)
   return np.array(
     [

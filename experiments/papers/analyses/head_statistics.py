@@ -101,6 +101,8 @@ def statistics(layer_activations: Activations) -> Statistics:
     layer_activations.keys,
     layer_activations.positions,
     cache.positions,
+    options=layer_activations.attention,
+    sinks=layer_activations.sinks,
   )
   seen_by = length - jnp.arange(length, dtype=jnp.int32)
   attention = mass / seen_by.astype(jnp.float32)[None, None]

@@ -1,5 +1,6 @@
 """Activations of a prompt, and attention weights and unit vectors from them."""
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 
@@ -10,8 +11,14 @@ import scipy.special
 from jaxtyping import Array, Float, Int, PyTree
 
 from kvjax.activations import Activations
-from kvjax.engine.forward import attend_to_prompt, hidden_states
+from kvjax.engine.forward import (
+  attend_to_prompt,
+  block_positions,
+  hidden_states,
+)
+from kvjax.kernels.attention.options import PLAIN, AttentionOptions
 from kvjax.model import Model
+from kvjax.prompts import bucket
 
 # Shorter vectors are as good as zero, and stay so.
 _LEAST = 1e-12
@@ -20,13 +27,32 @@ _LEAST = 1e-12
 def activations(
   model: Model, params: PyTree, tokens: Sequence[int]
 ) -> tuple[Activations, ...]:
-  """Computes queries, keys and values of every layer for one prompt."""
-  return _activations(model, params, jnp.asarray([tokens], jnp.int32))
+  """Computes queries, keys and values of every layer for one prompt.
+
+  Prompts of a bucket share a compiled program.
+  """
+  length = len(tokens)
+  padded = np.zeros((1, bucket(length)), np.int32)
+  padded[0, :length] = tokens
+  lengths = np.array([length], np.int32)
+  return tuple(
+    dataclasses.replace(
+      layer,
+      queries=layer.queries[:, :, :length],
+      keys=layer.keys[:, :, :length],
+      values=layer.values[:, :, :length],
+      positions=layer.positions[:, :length],
+    )
+    for layer in _activations(model, params, padded, lengths)
+  )
 
 
 @functools.partial(jax.jit, static_argnames=("model",))
 def _activations(
-  model: Model, params: PyTree, tokens: Int[Array, "B S"]
+  model: Model,
+  params: PyTree,
+  tokens: Int[Array, "B S"],
+  lengths: Int[Array, " B"],
 ) -> tuple[Activations, ...]:
   def attend(
     layer: int, state: None, layer_activations: Activations
@@ -35,8 +61,7 @@ def _activations(
     # Drop optional activations, so that they are not computed.
     return attend_to_prompt(layer_activations), layer_activations.only(())
 
-  index = jnp.arange(tokens.shape[1], dtype=jnp.int32)
-  positions = jnp.broadcast_to(index[None], tokens.shape)
+  positions = block_positions(jnp.zeros_like(lengths), tokens.shape[1], lengths)
   none = (None,) * model.geometry.num_layers
   return hidden_states(model, params, tokens, positions, none, attend)[1]
 
@@ -50,26 +75,53 @@ def kv_head_weights(
     layer: activations of a layer.
     head: a KV head; the weights are the mean over its query heads.
     tokens: number of tokens.
-    causal: whether queries see only the keys before them.
+    causal: whether queries see only the keys before them, and of these only
+      those of the layer's window.
   """
   group = layer.queries.shape[1] // layer.keys.shape[1]
   keys = np.asarray(layer.keys[0, head, :tokens], np.float64)
   queries = np.asarray(
     layer.queries[0, head * group : (head + 1) * group, :tokens], np.float64
   )
-  return np.mean([weights(own, keys, causal) for own in queries], axis=0)
+  sinks = np.zeros(group) - np.inf
+  if layer.sinks is not None:
+    sinks = np.asarray(layer.sinks, np.float64).reshape(-1, group)[head]
+  return np.mean(
+    [
+      weights(own, keys, causal, layer.attention, sink)
+      for own, sink in zip(queries, sinks, strict=True)
+    ],
+    axis=0,
+  )
 
 
 def weights(
   queries: Float[np.ndarray, "S D"],
   keys: Float[np.ndarray, "T D"],
   causal: bool,
+  options: AttentionOptions = PLAIN,
+  sink: float = -np.inf,
 ) -> Float[np.ndarray, "S T"]:
-  """Computes softmax(q.k / sqrt(D)) over all keys, or over those before."""
-  logits = queries @ keys.T / np.sqrt(queries.shape[1])
+  """Computes a head's weights of all keys, or of those that queries see.
+
+  Args:
+    queries: the queries.
+    keys: the keys.
+    causal: whether queries see only the keys before them, in the window.
+    options: scale, softcap and window.
+    sink: logit of the attention sink; -inf for none.
+  """
+  logits = queries @ keys.T * options.scale_of(queries.shape[1])
+  if options.softcap is not None:
+    logits = options.softcap * np.tanh(logits / options.softcap)
   if causal:
-    logits = np.where(np.tri(*logits.shape) > 0, logits, -np.inf)
-  return scipy.special.softmax(logits, axis=1)
+    ages = np.arange(len(queries))[:, None] - np.arange(len(keys))[None]
+    visible = ages >= 0
+    if options.window is not None:
+      visible &= ages < options.window
+    logits = np.where(visible, logits, -np.inf)
+  logits = np.pad(logits, ((0, 0), (0, 1)), constant_values=sink)
+  return scipy.special.softmax(logits, axis=1)[:, :-1]
 
 
 def unit(x: Float[np.ndarray, "*A D"]) -> Float[np.ndarray, "*A D"]:

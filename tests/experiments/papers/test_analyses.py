@@ -1,5 +1,6 @@
 """Analyses against brute force, a value by hand, or a law."""
 
+import dataclasses
 import itertools
 
 import jax
@@ -25,6 +26,7 @@ from kvjax.experiments.papers.analyses import (
 from kvjax.experiments.papers.analyses.observed import unit
 from kvjax.experiments.papers.findings import Subject
 from kvjax.experiments.run import stopwatch
+from kvjax.kernels.attention import AttentionOptions
 from kvjax.testing import random_activations
 
 RNG = np.random.default_rng(0)
@@ -44,6 +46,10 @@ def test_what_is_observed_is_what_a_prefill_caches(subject):
     np.testing.assert_allclose(
       layer.keys[:, :, : len(row)], own.keys, atol=1e-5
     )
+    assert own.queries.shape[2] == len(row) < layer.keys.shape[2]
+  count = observed._activations._cache_size()
+  observed.activations(lm.model, lm.params, row[:-1])
+  assert observed._activations._cache_size() == count
 
 
 def test_log_determinants_are_those_of_all_cosines():
@@ -78,13 +84,16 @@ def test_methods_retain_as_many_keys_as_they_may(subject, monkeypatch):
   assert len(found["KeyDiff"]) == 4  # 2 layers, 2 KV heads
 
 
-def test_statistics_of_heads_are_those_of_the_whole_attention_matrix():
+@pytest.mark.parametrize("scale", [None, 2.0])
+def test_statistics_of_heads_are_those_of_the_whole_attention_matrix(scale):
   seen = random_activations(1, [12], 12, heads=2, kv_heads=1, head_dim=4)
+  options = AttentionOptions(scale=scale)
+  seen = dataclasses.replace(seen, attention=options)
   found = head_statistics.statistics(seen)
   keys = np.asarray(seen.keys[0, 0], np.float64)
   for head in range(2):
     queries = np.asarray(seen.queries[0, head], np.float64)
-    logits = queries @ keys.T / 2
+    logits = queries @ keys.T * (scale or 0.5)
     logits[np.triu_indices(12, 1)] = -np.inf
     weights = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
     received = [weights[i:, i].mean() for i in range(12)]

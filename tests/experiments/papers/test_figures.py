@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -16,6 +17,7 @@ from kvjax.experiments.papers.analyses import (
   unmasked_attention,
 )
 from kvjax.experiments.papers.data_model import Key, Size, Targets
+from kvjax.kernels.attention import AttentionOptions
 from kvjax.testing import random_activations
 
 RNG = np.random.default_rng(0)
@@ -56,6 +58,23 @@ def test_weights_are_those_of_a_loop_over_queries_and_heads():
         expected[place, :last] += weights / 2
     found = observed.kv_head_weights(seen, head, 7, causal)
     np.testing.assert_allclose(found, expected, atol=1e-12)
+
+
+def test_weights_are_those_of_the_layer_s_attention():
+  seen = random_activations(1, [9], 9, heads=4, kv_heads=2, head_dim=4)
+  options = AttentionOptions(window=3, scale=0.7, softcap=2.0)
+  sinks = jnp.array([0.5, -1.0, 2.0, 0.0])
+  seen = dataclasses.replace(seen, attention=options, sinks=sinks)
+  keys = np.asarray(seen.keys[0, 1], np.float64)
+  expected = np.zeros((9, 9))
+  for own, sink in zip(np.asarray(seen.queries[0, 2:]), sinks[2:], strict=True):
+    for place in range(9):
+      seen_keys = range(max(0, place - 2), place + 1)
+      logits = [2 * np.tanh(0.7 * keys[i] @ own[place] / 2) for i in seen_keys]
+      found = softmax([*logits, float(sink)])[:-1]
+      expected[place, seen_keys] += found / 2
+  found = observed.kv_head_weights(seen, 1, 9, True)
+  np.testing.assert_allclose(found, expected, atol=1e-6)
 
 
 def test_the_least_alike_keys_are_those_that_point_elsewhere():
