@@ -65,7 +65,7 @@ def main() -> None:
   example = "numbers of layers such as 4,32"
   depths = sorted(parse_numbers("layers", _LAYERS.value, example, _DEEPEST))
   if not _SWEEP.value:
-    refusals.refuse_empty("methods", "keydiff,adakv")
+    refusals.refuse_no_methods("keydiff,adakv")
   folder = outputs.folder(_OUTPUT.value)
   cli.announce()
   jobs = []

@@ -101,7 +101,7 @@ _OUTPUT = flags.DEFINE_string("output", "results/decode", "Output folder.")
 
 def main() -> None:
   """Times decoding from each cache in turns."""
-  refusals.refuse_empty("methods", "keydiff,flat")
+  refusals.refuse_no_methods("keydiff,flat")
   refusals.refuse_together(
     "every",
     ["retention", "budget", "length", "tokens"],

@@ -195,7 +195,7 @@ def _cases(sizes: cases.Sizes, lengths: Sequence[int]) -> Iterator[cases.Case]:
   table = _TABLE.value
   swept = table == "leaderboard"
   if _NAMES.present:
-    refusals.refuse_empty("methods", "keydiff,snapkv")
+    refusals.refuse_no_methods("keydiff,snapkv")
   methods = _NAMES.value or (_SWEPT if swept else _METHODS)
   if table == "compress" and _NAMES.value is None:
     methods = _METHODS[1:]

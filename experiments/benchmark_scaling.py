@@ -51,7 +51,7 @@ _OUTPUT = flags.DEFINE_string("output", "results/scaling", "Output folder.")
 
 def main() -> None:
   """Measures, prints a table and writes the picture."""
-  refusals.refuse_empty("methods", "keydiff,snapkv")
+  refusals.refuse_no_methods("keydiff,snapkv")
   lengths = sorted(run_inputs.parse_lengths(_LENGTH.value))
   if len(lengths) < 2:
     raise InputError("--length needs two lengths or more, to see what grows.")

@@ -39,7 +39,7 @@ _OUTPUT = flags.DEFINE_string("output", "results/sparse", "Output folder.")
 
 def main() -> None:
   """Times all methods at each length."""
-  refusals.refuse_empty("methods", "ctkvr,quest")
+  refusals.refuse_no_methods("ctkvr,quest")
   retrievals = {name: get_retrieval(name) for name in _METHODS.value}
   lengths = run_inputs.parse_lengths(_LENGTH.value)
   folder = outputs.folder(_OUTPUT.value)

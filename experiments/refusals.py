@@ -20,18 +20,17 @@ def refuse_together(one: str, excluded: Sequence[str], reason: str) -> None:
       raise InputError(f"--{one} and --{other} do not go together: {reason}.")
 
 
-def refuse_empty(name: str, example: str) -> None:
-  """Rejects a list without values.
+def refuse_no_methods(example: str) -> None:
+  """Rejects --methods without values.
 
   Args:
-    name: the flag.
-    example: two values that it could have.
+    example: two methods that it could have.
 
   Raises:
     InputError: the list is empty.
   """
-  if not flags.FLAGS[name].value:
-    raise InputError(f"--{name} is empty; {example} would be two.")
+  if not flags.FLAGS.methods:
+    raise InputError(f"--methods is empty; {example} would be two.")
 
 
 def refuse_unknown(

@@ -12,7 +12,7 @@ import json
 import os
 import pathlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from kvjax.errors import InputError
@@ -90,6 +90,32 @@ def parse_json(text: str | bytes) -> Any:
   return value
 
 
+def read_json(path: Path) -> dict[str, Any]:
+  """Reads a JSON object.
+
+  Raises:
+    InputError: the file cannot be read, or does not hold a JSON object.
+  """
+  text = read_text(path)
+  try:
+    value = parse_json(text)
+  except ValueError as error:
+    raise InputError(f"{path} is not valid JSON: {error}.") from error
+  if not isinstance(value, dict):
+    raise InputError(f"{path} must hold a JSON object.")
+  return value
+
+
+def is_present(path: Path) -> bool:
+  """Whether there is something of this name, be it a link to nothing."""
+  return os.path.lexists(path)
+
+
+def read_json_if_present(path: Path) -> dict[str, Any]:
+  """Reads a JSON object, or an empty one where there is no file."""
+  return read_json(path) if is_present(path) else {}
+
+
 def check_replaceable(path: Path, kept: str = "") -> None:
   """Refuses to write where something else than a file is.
 
@@ -160,6 +186,16 @@ def write_bytes(path: Path, content: bytes, kept: str = "") -> None:
 def write_text(path: Path, text: str, kept: str = "") -> None:
   """Writes text in UTF-8 atomically; as for `replacing`."""
   write_bytes(path, text.encode(), kept)
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+  """Writes a JSON object atomically, indented, with a final newline.
+
+  Raises:
+    InputError: the file cannot be written.
+  """
+  text = json.dumps(value, indent=2, ensure_ascii=False)
+  write_text(path, text + "\n")
 
 
 def append(path: Path, content: bytes) -> None:

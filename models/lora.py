@@ -17,10 +17,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from kvjax import files
 from kvjax.errors import InputError
+from kvjax.files import write_json
 from kvjax.hosts import read, writes
 from kvjax.models.config import DecoderConfig
 from kvjax.models.decoder import Decoder, get_kernel
-from kvjax.models.json_files import write_json
 from kvjax.models.language_model import DecoderModel, from_decoder
 
 # No projection is as wide.

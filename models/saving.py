@@ -14,8 +14,8 @@ from flax import nnx
 from kvjax import files
 from kvjax.addresses import is_address, written
 from kvjax.errors import InputError
+from kvjax.files import write_json
 from kvjax.hosts import from_first, spread
-from kvjax.models.json_files import write_json
 from kvjax.models.orbax_files import write_checkpoint
 from kvjax.models.pretrained import Pretrained
 from kvjax.models.sources import TOKEN_IDS

@@ -5,7 +5,7 @@ import os
 import pathlib
 import re
 from collections.abc import Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import jax
 from flax import nnx
@@ -13,13 +13,13 @@ from jaxtyping import PyTree
 
 from kvjax.addresses import fetch, is_address
 from kvjax.errors import InputError
+from kvjax.files import is_present, read_json, read_json_if_present
 from kvjax.models import catalog
 from kvjax.models.config import DecoderConfig
 from kvjax.models.gguf.metadata import read_config
 from kvjax.models.gguf.reader import GgufFile
 from kvjax.models.gguf.tokenizer import read_tokenizer
 from kvjax.models.gguf.weights import open_gguf_tensors
-from kvjax.models.json_files import is_present, read_json, read_json_if_present
 from kvjax.models.orbax_files import read_checkpoint
 from kvjax.models.tensor_files import has_checkpoint, open_tensors
 from kvjax.models.tokenizer import Tokenizer
@@ -112,8 +112,8 @@ def find(model: str | os.PathLike[str]) -> Source:
 
 @dataclasses.dataclass(frozen=True)
 class _HuggingFace:
+  dtype: ClassVar[str] = "bfloat16"
   place: pathlib.Path
-  dtype: str = "bfloat16"
 
   def config(self) -> DecoderConfig:
     return DecoderConfig.from_hf(read_json(self.place / _CONFIG))
@@ -143,8 +143,8 @@ class _HuggingFace:
 
 @dataclasses.dataclass(frozen=True)
 class _Gguf:
+  dtype: ClassVar[str] = "float32"
   file: GgufFile
-  dtype: str = "float32"
 
   @property
   def place(self) -> pathlib.Path:

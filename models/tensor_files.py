@@ -9,7 +9,7 @@ from typing import Any
 import safetensors
 
 from kvjax.errors import InputError, warn
-from kvjax.models.json_files import read_json
+from kvjax.files import read_json
 from kvjax.models.mxfp4 import join_blocks
 
 # Of a name in a message.

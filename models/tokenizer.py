@@ -10,13 +10,8 @@ import tokenizers
 
 from kvjax import files
 from kvjax.errors import InputError, warn
+from kvjax.files import is_present, read_json_if_present, read_text, write_json
 from kvjax.models.fields import format_value
-from kvjax.models.json_files import (
-  is_present,
-  read_json_if_present,
-  read_text,
-  write_json,
-)
 from kvjax.models.templates import ChatTemplate, ChatTemplateError
 from kvjax.models.tokenizer_growth import check_growth
 

@@ -16,9 +16,9 @@ from jaxtyping import PyTree, Shaped
 
 from kvjax import files
 from kvjax.errors import InputError
+from kvjax.files import write_json
 from kvjax.hosts import read, spread
 from kvjax.models.config import DecoderConfig
-from kvjax.models.json_files import write_json
 from kvjax.models.tensor_files import INDEX, SINGLE, Tensors
 from kvjax.models.tensor_names import EMBEDDING, OUTPUT, Piece, find_pieces
 

@@ -9,8 +9,8 @@ from typing import NamedTuple
 from kvjax import user_cache
 from kvjax.errors import InputError
 from kvjax.experiments.tasks import prose
+from kvjax.files import read_json, read_text
 from kvjax.models.downloads import ModelFile, fetch
-from kvjax.models.json_files import read_json, read_text
 from kvjax.models.wheels import Wheel, WheelFile
 
 KING_JAMES = "king_james"

@@ -12,7 +12,7 @@ from jaxtyping import Int
 
 from kvjax.errors import InputError
 from kvjax.experiments.benchmarks.longbench import finder
-from kvjax.models.json_files import read_text
+from kvjax.files import read_text
 from kvjax.models.tokenizer import Tokenizer
 from kvjax.prompts import Prompts
 

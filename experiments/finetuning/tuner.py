@@ -22,8 +22,8 @@ from kvjax.experiments.reference.progress import Checkpoints, Progress
 from kvjax.experiments.run import multihost, preemption, typed_records
 from kvjax.experiments.run.claiming import claim
 from kvjax.experiments.run.progress_bar import step_bar
+from kvjax.files import is_present, read_text
 from kvjax.models import lora
-from kvjax.models.json_files import is_present, read_text
 from kvjax.models.language_model import DecoderModel
 from kvjax.models.pretrained import Pretrained
 from kvjax.prompts import Prompts

@@ -20,8 +20,8 @@ from kvjax.experiments.run import environment, multihost, outputs
 from kvjax.experiments.run.claiming import claim
 from kvjax.experiments.run.processes import Processes
 from kvjax.experiments.run.progress_bar import track
+from kvjax.files import is_present, read_json, write_json
 from kvjax.methods.kvzap_gate import CONFIG, WEIGHTS, KVzapGate
-from kvjax.models.json_files import is_present, read_json, write_json
 from kvjax.models.pretrained import Pretrained
 from kvjax.prompts import bucket
 

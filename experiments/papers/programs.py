@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from kvjax.experiments.inputs import run_inputs
 from kvjax.experiments.papers.data_model import Program
 from kvjax.experiments.run import children
-from kvjax.models.json_files import read_json_if_present
+from kvjax.files import read_json_if_present
 
 
 def chosen(

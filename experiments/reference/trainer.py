@@ -21,8 +21,8 @@ from kvjax.experiments.reference.growth import deepened
 from kvjax.experiments.reference.progress import Checkpoints, Progress
 from kvjax.experiments.run import typed_records
 from kvjax.experiments.run.progress_bar import step_bar
+from kvjax.files import is_present, read_json, write_json
 from kvjax.models.decoder import Decoder
-from kvjax.models.json_files import is_present, read_json, write_json
 from kvjax.models.language_model import from_decoder
 
 _SAVE_EVERY = 200

@@ -11,7 +11,7 @@ from kvjax.experiments.report.means import Row, Summary, Timed, means, ranked
 from kvjax.experiments.run import typed_records
 from kvjax.experiments.run.line_files import parse_lines
 from kvjax.experiments.run.results import Answer, Settings
-from kvjax.models.json_files import read_text
+from kvjax.files import read_text
 
 SUMMARY = "summary.json"
 SAMPLES = "samples.jsonl"

@@ -272,22 +272,20 @@ def _plan(
   decoding: kvjax.Plan | None,
 ) -> kvjax.Plan:
   try:
-    if not isinstance(budget, Auto):
-      return kvjax.get_plan(
+    given: _Planned
+    if isinstance(budget, Auto):
+      everything = kvjax.get_plan(
         name,
-        budget,
-        schedule=schedule,
+        kvjax.Retention(1.0),
+        schedule=WHOLE,
         per_query_head=per_query_head,
-        kv_dtype=kv_dtype,
-        decoding=decoding,
       )
-    everything = kvjax.get_plan(
-      name, kvjax.Retention(1.0), schedule=WHOLE, per_query_head=per_query_head
-    )
-    calibrated = budget.of(name, everything)
+      given = budget.of(name, everything)
+    else:
+      given = budget
     return kvjax.get_plan(
       name,
-      calibrated,
+      given,
       schedule=schedule,
       per_query_head=per_query_head,
       kv_dtype=kv_dtype,

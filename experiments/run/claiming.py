@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from kvjax.errors import InputError
+from kvjax.files import is_present, read_json, write_json
 from kvjax.models.fields import format_value
-from kvjax.models.json_files import is_present, read_json, write_json
 
 
 def claim(path: Path, settings: Mapping[str, Any]) -> None:

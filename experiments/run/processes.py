@@ -12,7 +12,7 @@ from typing import Any
 
 from kvjax.errors import InputError
 from kvjax.experiments.run import environment, multihost, outputs, typed_records
-from kvjax.models.json_files import read_json_if_present
+from kvjax.files import read_json_if_present
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,10 +4,10 @@ import pathlib
 from typing import NoReturn
 
 from kvjax.errors import InputError
+from kvjax.files import read_json
 from kvjax.kernels.specs import all_choices
 from kvjax.kernels.tuning import Table
 from kvjax.models.fields import format_value
-from kvjax.models.json_files import read_json
 
 
 def read(path: pathlib.Path) -> Table:

@@ -20,9 +20,9 @@ from kvjax.experiments.run import (
 from kvjax.experiments.run.progress_bar import progress_bar
 from kvjax.experiments.timing import kernel_checks, kernel_timing
 from kvjax.experiments.timing.kernel_timing import PALLAS, XLA
+from kvjax.files import is_present
 from kvjax.kernels import tuning
 from kvjax.kernels.specs import Choices
-from kvjax.models.json_files import is_present
 
 
 class Tried(NamedTuple):

@@ -11,9 +11,9 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from kvjax.errors import InputError
+from kvjax.files import read_json
 from kvjax.models.config import DecoderConfig
 from kvjax.models.features import text_fields
-from kvjax.models.json_files import read_json
 from kvjax.models.language_model import DecoderModel, as_shapes
 from kvjax.models.sharding import param_shardings
 from kvjax.registry.naming import suggest

@@ -241,8 +241,6 @@ def prompt_hidden(
   params: PyTree,
   tokens: Int[Array, "B S"],
   lengths: Int[Array, " B"],
-  *,
-  remat: bool = False,
 ) -> Float[Array, "B S E"]:
   """Computes the hidden states of whole prompts, without a cache.
 
@@ -251,7 +249,6 @@ def prompt_hidden(
     params: the weights.
     tokens: right-padded rows.
     lengths: tokens of each row.
-    remat: recompute activations for the gradient.
   """
 
   def step(
@@ -262,9 +259,7 @@ def prompt_hidden(
 
   positions = block_positions(jnp.zeros_like(lengths), tokens.shape[1], lengths)
   states = States.none(model)
-  return run_layers(
-    model, params, tokens, positions, states, step, remat=remat
-  )[0]
+  return run_layers(model, params, tokens, positions, states, step)[0]
 
 
 def attend_to_prompt(activations: Activations) -> Float[Array, "B N S Dv"]:

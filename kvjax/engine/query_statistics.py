@@ -16,7 +16,7 @@ from kvjax.engine import prompt_programs
 from kvjax.errors import InputError
 from kvjax.heads import by_kv_head
 from kvjax.hosts import read
-from kvjax.methods.expected_attention import moments
+from kvjax.methods.expected_attention import moments, queries_at_zero
 from kvjax.methods.q_filters import main_directions
 from kvjax.methods.triattention import pair_lengths
 from kvjax.model import LayerSpec, Model, check_context
@@ -165,14 +165,11 @@ def _of_layer(
 ) -> _Found:
   """Mean, covariance and lengths at position 0, and some of the queries."""
   with jax.default_matmul_precision("highest"):
-    queries = activations.queries.astype(jnp.float32)
-    counted = (activations.positions >= sinks)[:, None, :, None]
-    queries = jnp.where(counted, queries, 0.0)
-    drawn = jnp.take(queries, jnp.maximum(places, 0), axis=2)
-    drawn = jnp.where((places >= 0)[None, None, :, None], drawn, 0.0)
+    drawn = jnp.take(activations.queries, jnp.maximum(places, 0), axis=2)
+    real = (places >= 0)[None, None, :, None]
+    drawn = jnp.where(real, drawn.astype(jnp.float32), 0.0)
+    queries, counted = queries_at_zero(activations, sinks)
     assert activations.rerotate is not None
-    back = jnp.broadcast_to(-activations.positions[:, None], queries.shape[:3])
-    queries = activations.rerotate(queries, back)
     mean, covariance = moments(queries, counted, covariance=True)
     lengths = pair_lengths(queries, activations.rerotate)
     length, _ = moments(lengths, counted, covariance=False)

@@ -21,15 +21,12 @@ from kvjax.engine.replay_layers import (
   Pass,
   Scores,
   attend,
-  replay_layer,
+  replay_layer_compiled,
   score,
 )
 from kvjax.kernels.attention import Partial
 from kvjax.kernels.attention.gradient import attention_gradient
 from kvjax.model import Model
-
-# Keeps the hidden states before the layer, which the pass backward starts from.
-_forward_layer = jax.jit(replay_layer, static_argnames=("model", "how"))
 
 
 def run_with_gradients(
@@ -49,7 +46,7 @@ def run_with_gradients(
     states.append(hidden)
     unscored = how._replace(replays=())
     given = one.given(layer)
-    hidden, _ = _forward_layer(hidden, given, model=model, how=unscored)
+    hidden, _ = replay_layer_compiled(hidden, given, model=model, how=unscored)
   cotangent = _last_cotangent(hidden, one.positions)
   scores = []
   for layer in reversed(range(len(one.hows))):

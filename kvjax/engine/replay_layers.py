@@ -127,7 +127,7 @@ class Pass(NamedTuple):
     """Runs the layers up to the last that evicts; scores the chunk in each."""
     scores: list[Scores] = [()] * len(self.hows)
     kept = needs_states_again((hidden, self.stacks))
-    run = _replay_layer if kept else _replay_layer_once
+    run = replay_layer_compiled if kept else _replay_layer_once
     scored = (n for n, how in enumerate(self.hows) if how.spec.compressible)
     last = max(scored, default=-1)
     for layer, how in enumerate(self.hows[: last + 1]):
@@ -181,7 +181,7 @@ def replay_layer(
   return hidden, scores if how.spec.cache else ()
 
 
-_replay_layer = jax.jit(replay_layer, static_argnames=("model", "how"))
+replay_layer_compiled = jax.jit(replay_layer, static_argnames=("model", "how"))
 # Donates the hidden states before the layer.
 _replay_layer_once = jax.jit(
   replay_layer, static_argnames=("model", "how"), donate_argnames=("hidden",)

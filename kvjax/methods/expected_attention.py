@@ -131,15 +131,7 @@ class ExpectedAttention(ScoringMethod):
         weights[name][layer][None] for name in ("query_mean", "query_cov")
       )
       return mean, covariance if self.covariance else None
-    positions = activations.positions
-    counted = (positions >= self.sinks)[:, None, :, None]
-    queries = activations.queries.astype(jnp.float32)
-    queries = jnp.where(counted, queries, 0.0)
-    back = jnp.broadcast_to(-positions[:, None], queries.shape[:3])
-    assert activations.rerotate is not None
-    # Moved back from their positions, which keeps a scale that is part of the
-    # rotation, such as that of YaRN.
-    queries = activations.rerotate(queries, back)
+    queries, counted = queries_at_zero(activations, self.sinks)
     return moments(queries, counted, covariance=self.covariance)
 
   def _rotation(
@@ -160,6 +152,29 @@ class ExpectedAttention(ScoringMethod):
     start = jnp.broadcast_to(lengths[:, None, None], (batch, 1, dim))
     mean = jnp.broadcast_to(mean[:, None], (batch, 1, dim, dim))
     return rerotate(mean, start)[:, 0]
+
+
+def queries_at_zero(
+  activations: Activations, first: int | Int[Array, ""] = 0
+) -> tuple[Float[Array, "B N S D"], Bool[Array, "B 1 S 1"]]:
+  """Moves queries from their positions to position 0, in float32.
+
+  A scale that is part of the rotation, such as that of YaRN, is kept.
+
+  Args:
+    activations: the activations, with `rerotate`.
+    first: position of the first queries that count; the others become zero.
+
+  Returns:
+    The queries, and which of them count.
+  """
+  positions = activations.positions[:, None]
+  counted = (positions >= first)[..., None]
+  queries = activations.queries.astype(jnp.float32)
+  queries = jnp.where(counted, queries, 0.0)
+  assert activations.rerotate is not None
+  back = jnp.broadcast_to(-positions, queries.shape[:3])
+  return activations.rerotate(queries, back), counted
 
 
 def moments(

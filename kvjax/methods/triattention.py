@@ -12,7 +12,7 @@ from kvjax.cache.layers import LayerCache
 from kvjax.errors import InputError
 from kvjax.heads import by_kv_head
 from kvjax.methods.base import LayerBudget, Method
-from kvjax.methods.expected_attention import moments
+from kvjax.methods.expected_attention import moments, queries_at_zero
 from kvjax.methods.stored import Stored
 from kvjax.methods.traits import Traits
 from kvjax.methods.triattention_file import CENTER, LENGTHS, read_statistics
@@ -181,13 +181,8 @@ class TriAttention(Method):
     weights = self.weights_of(activations)
     if weights is not None:
       return weights[CENTER][layer][None], weights[LENGTHS][layer][None]
-    positions = activations.positions[:, None]
-    queries = activations.queries.astype(jnp.float32)
-    counted = (positions >= 0)[..., None]
-    queries = jnp.where(counted, queries, 0.0)
+    queries, counted = queries_at_zero(activations)
     assert activations.rerotate is not None
-    back = jnp.broadcast_to(-positions, queries.shape[:3])
-    queries = activations.rerotate(queries, back)
     center, _ = moments(queries, counted, covariance=False)
     lengths, _ = moments(
       pair_lengths(queries, activations.rerotate), counted, covariance=False

@@ -10,7 +10,7 @@ import pathlib
 from typing import NamedTuple
 
 from kvjax.errors import InputError
-from kvjax.models.json_files import read_json
+from kvjax.files import read_json
 from kvjax.models.tokenizer import Tokenizer
 
 

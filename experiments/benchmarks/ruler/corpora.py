@@ -9,7 +9,7 @@ from kvjax.errors import InputError
 from kvjax.experiments.benchmarks.row_files import SUFFIXES, RowFile, find
 from kvjax.experiments.benchmarks.rows import Row
 from kvjax.experiments.tasks.question_answering import Corpus, Question
-from kvjax.models.json_files import read_text
+from kvjax.files import read_text
 
 # The parts that RULER uses, if a folder of the hub has several.
 _WANTED = ("distractor", "validation")

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from kvjax.errors import InputError
 from kvjax.experiments.metrics.libraries import library
 from kvjax.experiments.tasks.words import KeyWords
-from kvjax.models.json_files import read_json, read_text
+from kvjax.files import read_json, read_text
 
 # The package whose lists RULER uses; its name replaces a file name.
 PACKAGE = "wonderwords"
