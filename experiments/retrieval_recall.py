@@ -87,7 +87,7 @@ def main() -> None:
   host_inputs.start()
   suite.check_tasks(needle_inputs.TASKS.value)
   origins = essay_inputs.texts().needle_origins
-  folder = outputs.folder(_OUTPUT.value)
+  outputs.check_run(_OUTPUT.value, writes=True)
   budgets = budget_inputs.budgets()
   seed = run_inputs.SEED.value
   named = candidates(_METHODS.value, budgets, seed=seed)
@@ -98,6 +98,7 @@ def main() -> None:
       f"{', '.join(RETRIEVALS)}."
     )
   cli.announce()
+  folder = outputs.run_folder(_OUTPUT.value)
   with run_inputs.loaded() as (lm, devices):
     settings = dataclasses.replace(
       run_inputs.settings(), data=origins, protocol=QUERY_AWARE
@@ -261,4 +262,4 @@ def _means(batches: Sequence[Quality], tasks: Sequence[str]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-  cli.run(main)
+  cli.run(main, sends=True)

@@ -119,8 +119,9 @@ def test_cosines_are_those_of_neighboring_queries(measured):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["", "file://"], ids=["path", "address"])
 def test_the_binary_prints_and_writes_a_table(
-  run_binary, tiny_directory, tmp_path
+  run_binary, tiny_directory, tmp_path, scheme
 ):
   folder = tmp_path / "out"
   done = run_binary(
@@ -134,7 +135,7 @@ def test_the_binary_prints_and_writes_a_table(
     "--batch=2",
     "--length=256",
     "--steps=2",
-    f"--output={folder}",
+    f"--output={scheme}{folder}",
   )
   assert done.returncode == 0, done.stderr
   assert re.search(r"flat +20 tokens +100\.0 \(100\.0–100\.0\) ", done.stdout)
