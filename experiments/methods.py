@@ -1,14 +1,16 @@
 """Lists the methods that --methods takes.
 
   kvjax methods
-  kvjax methods snapkv
+  kvjax methods snapkv ada/keydiff:alpha=0.5
 
 prints every method with its presets, and the names that are put before a
 method's name. Methods of installed packages and of --plugins are among them.
-With names of methods or presets, it prints what each keeps, its options with
-their values, and its presets. It takes less than ten seconds.
+With names as --methods takes them, or those before a method's name, it prints
+what each keeps, its options with their values, and its presets.
+It takes less than ten seconds.
 """
 
+import dataclasses
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -17,6 +19,7 @@ from absl import flags
 
 from kvjax.experiments import cli
 from kvjax.experiments.inputs import plugin_inputs
+from kvjax.registry.names import get_recipe, get_retrieval
 from kvjax.registry.naming import options_of, unknown
 from kvjax.registry.registry import METHODS, RETRIEVALS, Entry, Recipe
 from kvjax.registry.wrappers import WRAPPERS
@@ -50,28 +53,49 @@ def listing() -> str:
 
 
 def page(name: str) -> str:
-  """Describes a method or a preset, with its options and their values.
+  """Describes what a name stands for, with its options and their values.
+
+  Args:
+    name: as for `kvjax.get_plan`, or a prefix alone, such as "ada".
 
   Raises:
-    InputError: there is none of this name.
+    InputError: it stands for nothing.
   """
-  made = METHODS.find(name)
-  kind = RETRIEVALS if made is None else METHODS
-  made = kind.find(name) if made is None else made
-  if made is None:
+  prefix = name.strip().removesuffix("/")
+  if prefix in WRAPPERS:
+    return _page_of_prefix(prefix)
+  base = name.strip().rpartition("/")[2].partition(":")[0]
+  kind = METHODS if METHODS.find(base) is not None else RETRIEVALS
+  if kind.find(base) is None:
     known = [*METHODS, *METHODS.presets, *RETRIEVALS, *RETRIEVALS.presets]
     raise unknown(name, known, [*METHODS, *RETRIEVALS])
-  base = name.partition(".")[0]
-  entry = kind[base]
-  options = options_of(made).items()
-  presets = ", ".join(f"{base}.{preset}" for preset in entry.presets)
+  made = get_recipe(name) if kind is METHODS else get_retrieval(name)
+  family = base.partition(".")[0]
+  presets = ", ".join(f"{family}.{each}" for each in kind[family].presets)
   parts = [
-    _entry(name, _about(entry)),
-    _entry("", _doc(made)),
-    *(_entry(f"  {option}", _value(given)) for option, given in options),
+    _entry(name, _about(kind[family])),
+    _entry("", _doc(kind.find(base))),
+    *_options(options_of(made)),
     _entry("", f"Presets: {presets}" if presets else ""),
   ]
   return "\n".join(filter(str.strip, parts))
+
+
+def _page_of_prefix(name: str) -> str:
+  """Describes a prefix by itself, with its options and their defaults."""
+  wrapper = WRAPPERS[name]
+  defaults = {
+    field.name: field.default
+    for field in dataclasses.fields(wrapper.outer)
+    if field.default is not dataclasses.MISSING
+    and field.metadata.get("option", True)
+    and field.name != "over"
+  }
+  return "\n".join([_entry(f"{name}/", wrapper.summary), *_options(defaults)])
+
+
+def _options(options: Mapping[str, Any]) -> list[str]:
+  return [_entry(f"  {name}", _value(value)) for name, value in options.items()]
 
 
 def _value(given: Any) -> str:

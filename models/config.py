@@ -189,7 +189,8 @@ class DecoderConfig:
         )
     heads = read.count("num_attention_heads")
     hidden = read.count("hidden_size")
-    head_dim = read.count("head_dim", hidden // heads)
+    # Where sizes are wrong, they are the faults that are named.
+    head_dim = read.count("head_dim", max(hidden // heads, 1))
     layers = read.count("num_hidden_layers", limit=_MAX_LAYERS)
     max_positions = read.count("max_position_embeddings")
     rope, local_rope = read_ropes(read, family, head_dim, max_positions)

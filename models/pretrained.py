@@ -13,8 +13,10 @@ from jax.typing import DTypeLike
 from kvjax.cache.sharding import check_mesh
 from kvjax.calibration.record import Calibrated
 from kvjax.engine.decode import Decoding
+from kvjax.engine.plans import Plan
 from kvjax.engine.sampling import GREEDY, Sampling
-from kvjax.errors import InputError
+from kvjax.errors import InputError, warn
+from kvjax.methods.base import Method
 from kvjax.models.chat import Chat, check_text
 from kvjax.models.config import DecoderConfig
 from kvjax.models.fields import format_value, is_number
@@ -29,6 +31,17 @@ from kvjax.registry.names import get_plan
 from kvjax.repeat_request import RepeatRequest
 
 DTYPES = ("bfloat16", "float32")
+# Fields of generation_config.json that change what transformers draws, and the
+# values with which they do not.
+_UNUSED = {
+  "min_p": 0.0,
+  "typical_p": 1.0,
+  "epsilon_cutoff": 0.0,
+  "eta_cutoff": 0.0,
+  "repetition_penalty": 1.0,
+  "no_repeat_ngram_size": 0,
+  "num_beams": 1,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +81,7 @@ class Pretrained:
   def compress(
     self,
     text: str,
-    method: str = "keydiff",
+    method: str | Method = "keydiff",
     budget: float | Budget | PerLayer | Calibrated | Threshold = 0.5,
     *,
     schedule: Schedule = WHOLE,
@@ -77,7 +90,8 @@ class Pretrained:
 
     Args:
       text: the text.
-      method: name of a method with its options, as in `kvjax.get_plan`.
+      method: name of a method with its options, as in `kvjax.get_plan`, or a
+        method.
       budget: share of the text to keep (a float), tokens to keep (an integer),
         or a budget, as in `kvjax.get_plan`.
       schedule: when the method evicts. `kvjax.models.Chat` takes any plan.
@@ -86,14 +100,19 @@ class Pretrained:
       InputError: the name stands for no method, the budget is out of range, or
         the text is none, empty, or longer than the model's context.
     """
-    plan = get_plan(method, budget, schedule=schedule)
+    if isinstance(method, Method):
+      plan = Plan(method, budget, schedule=schedule)
+    else:
+      plan = get_plan(method, budget, schedule=schedule)
     return Chat(self, text, plan)
 
   def prompts(self, texts: str | Sequence[str]) -> Prompts:
     """Encodes texts to compress, each as the beginning of a user's message.
 
     `questions` end the message that the chat template begins here. The prompts
-    have the request to repeat them, which methods such as KVzip need.
+    have the request to repeat them, which methods such as KVzip need. As in
+    transformers, a special token that is written in a text, such as <|im_end|>,
+    becomes that token: remove it from texts of strangers.
 
     Args:
       texts: a text, or a list with one for each row.
@@ -153,7 +172,9 @@ class Pretrained:
   def sampling(self) -> Sampling:
     """The model's default sampling; greedy if it defines none.
 
-    It uses temperature, top_k and top_p, but no penalties.
+    It uses temperature, top_k and top_p, each only if it is given. Of other
+    fields that change what is drawn, such as penalties, a warning says that
+    they are not used.
 
     Raises:
       InputError: one of them is no number, or out of range.
@@ -173,11 +194,24 @@ class Pretrained:
         f"generation_config.json has {format_value(given[name])} for {name!r}, "
         "which is no value of it; correct it or leave it out."
       )
-    return Sampling(
-      temperature=float(numbers["temperature"]),
-      top_k=int(numbers["top_k"]),
-      top_p=float(numbers["top_p"]),
-    )
+    unused = [
+      name
+      for name, neutral in _UNUSED.items()
+      if given.get(name, neutral) != neutral
+    ]
+    if unused:
+      warn(
+        f"generation_config.json has {', '.join(unused)}, which answers here "
+        "do not use."
+      )
+    try:
+      return Sampling(
+        temperature=float(numbers["temperature"]),
+        top_k=int(numbers["top_k"]),
+        top_p=float(numbers["top_p"]),
+      )
+    except InputError as error:
+      raise InputError(f"generation_config.json: {error}") from error
 
 
 def _listed(name: str, texts: Any) -> Sequence[str]:

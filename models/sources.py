@@ -76,6 +76,12 @@ def find(model: str | os.PathLike[str]) -> Source:
     InputError: the path does not exist, a GGUF file cannot be read, or a named
       model or an address cannot be fetched.
   """
+  # For callers without a type checker, as of os.environ.get.
+  if not isinstance(model, str | os.PathLike) or not str(model).strip():
+    raise InputError(
+      "A model is a name, such as 'reference', or the path of its directory or "
+      f"GGUF file; {model!r} is none."
+    )
   if is_address(model):
     model = fetch(model)
   place = catalog.locate(pathlib.Path(os.path.expanduser(model)))

@@ -184,6 +184,12 @@ def _check(tensors: Tensors, wanted: Sequence[Piece]) -> None:
   # Some tied checkpoints store the embedding matrix a second time.
   if OUTPUT in unknown and _equal(files, OUTPUT, EMBEDDING):
     unknown.remove(OUTPUT)
+  if unknown == {OUTPUT}:
+    raise InputError(
+      f"The weights in {place} hold a {original_name(OUTPUT)} that differs "
+      f"from the embedding, and {tensors.described_by} ties them; set "
+      "tie_word_embeddings to false."
+    )
   if unknown:
     raise InputError(
       f"The weights in {place} hold the tensor {original_name(min(unknown))}, "

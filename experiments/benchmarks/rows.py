@@ -68,6 +68,17 @@ class Row(NamedTuple):
       raise InputError(f"{self.place} needs a text under {name!r}.")
     return value
 
+  def filled(self, name: str) -> str:
+    """Returns a text field that is not blank.
+
+    Raises:
+      InputError: the field is missing, has another type, or is blank.
+    """
+    value = self.text(name)
+    if not value.strip():
+      raise InputError(f"{self.place} has nothing under {name!r}.")
+    return value
+
   def texts(self, name: str) -> tuple[str, ...]:
     """Returns a field with a nonempty list of texts, or a single text.
 

@@ -1,10 +1,13 @@
 """Methods in files of a user's own."""
 
+import ast
 import dataclasses
+import functools
 import hashlib
 import importlib.util
 import pathlib
 import sys
+import sysconfig
 import types
 from collections.abc import Iterator, Sequence
 
@@ -15,6 +18,9 @@ from kvjax.registry.registry import METHODS, RETRIEVALS
 # Begins the names of their modules, which end with a digest of the content.
 _PACKAGE = "kvjax_plugins."
 _DIGITS = 8
+# Packages whose files are not of a method's author.
+_LIBRARIES = {"kvjax", "jax", *sys.stdlib_module_names}
+_INSTALLED = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
 
 
 def load(paths: Sequence[str]) -> None:
@@ -45,7 +51,7 @@ def _run(path: pathlib.Path) -> None:
     raise InputError(
       f"{path} is no Python: {error.msg}, line {error.lineno}."
     ) from error
-  digest = hashlib.sha256(text.encode()).hexdigest()[:_DIGITS]
+  digest = _digest(text.encode())
   name = f"{_PACKAGE}{path.stem}_{digest}"
   if name in sys.modules:
     return
@@ -67,11 +73,59 @@ def _run(path: pathlib.Path) -> None:
 def origins(value: object) -> Iterator[str]:
   """Names the files, each with a digest, that parts of a plan come from.
 
-  Answers of a method whose file has been edited since are not its own.
+  They are those of --plugins and of other packages than kvjax, with what they
+  import of their own. Answers of a method whose file has been edited since are
+  not its own.
   """
-  module = type(value).__module__
-  if module.startswith(_PACKAGE):
-    yield module.removeprefix(_PACKAGE)
-  if dataclasses.is_dataclass(value):
-    for field in dataclasses.fields(value):
-      yield from origins(getattr(value, field.name))
+  if not dataclasses.is_dataclass(value):
+    return
+  yield from _files_of(type(value).__module__)
+  for field in dataclasses.fields(value):
+    yield from origins(getattr(value, field.name))
+
+
+@functools.cache
+def _files_of(module: str) -> tuple[str, ...]:
+  """Names the file of a module of others and those that it imports."""
+  if module.partition(".")[0] in _LIBRARIES:
+    return ()
+  found: dict[str, pathlib.Path] = {}
+  _add_files(module, found)
+  return tuple(
+    f"{name.removeprefix(_PACKAGE).removesuffix(f'_{digest}')}_{digest}"
+    for name, path in found.items()
+    for digest in [_digest(path.read_bytes())]
+  )
+
+
+def _add_files(name: str, found: dict[str, pathlib.Path]) -> None:
+  """Adds the file of a loaded module, and those of its imports."""
+  module = sys.modules.get(name)
+  path = pathlib.Path(getattr(module, "__file__", None) or "")
+  if name in found or path.suffix != ".py" or not path.is_file():
+    return
+  found[name] = path
+  for imported in _imports(path, getattr(module, "__package__", None) or ""):
+    package = imported.partition(".")[0]
+    other = getattr(sys.modules.get(imported), "__file__", None) or ""
+    installed = any(map(other.startswith, _INSTALLED))
+    if package not in _LIBRARIES and (
+      not installed or package == name.partition(".")[0]
+    ):
+      _add_files(imported, found)
+
+
+def _imports(path: pathlib.Path, package: str) -> Iterator[str]:
+  """Yields the modules that a file imports, and what they may contain."""
+  for node in ast.walk(ast.parse(files.read_text(path))):
+    if isinstance(node, ast.Import):
+      yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+      above = package.split(".")[: 1 - node.level or None] if node.level else ()
+      base = ".".join(filter(None, [*above, node.module]))
+      yield base
+      yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def _digest(content: bytes) -> str:
+  return hashlib.sha256(content).hexdigest()[:_DIGITS]

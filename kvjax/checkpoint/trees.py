@@ -68,9 +68,10 @@ def describe(value: Any, path: str, arrays: Arrays) -> Any:
     return [describe(x, f"{path}.{i}", arrays) for i, x in enumerate(value)]
   if value is None or isinstance(value, (bool, int, float, str)):
     return value
+  name = type(value).__name__
   raise InputError(
-    f"A value of class {type(value).__name__} cannot be saved; a cache holds "
-    "layers, budgets and registered methods (see kvjax.register)."
+    f"A value of class {name} cannot be saved; a cache holds layers, budgets "
+    f'and registered methods, as after kvjax.register("mine", {name}).'
   )
 
 

@@ -11,6 +11,7 @@ from kvjax.errors import InputError, warn
 from kvjax.methods.base import Method
 from kvjax.methods.traits import Traits
 from kvjax.names import name_of
+from kvjax.options.bounds import check_value
 from kvjax.options.budgets import Budget, PerLayer, Threshold
 from kvjax.options.schedules import Schedule
 
@@ -33,6 +34,7 @@ def check_kinds(method: Any, budget: Any) -> None:
       "A plan's method is a kvjax.methods.Method, such as "
       f"kvjax.get_method('keydiff'); {reason}."
     )
+  check_value(method)
   if not isinstance(method.traits, Traits):
     raise InputError(
       f"The traits of {type(method).__name__} must be a "

@@ -19,6 +19,7 @@ from kvjax.engine.plan_conflicts import (
 from kvjax.errors import InputError
 from kvjax.methods.base import Method
 from kvjax.names import name_of
+from kvjax.options.bounds import check_value
 from kvjax.options.budgets import (
   Budget,
   PerLayer,
@@ -254,6 +255,7 @@ class Plan:
       )
 
   def _check_allocation(self, allocation: Allocation) -> None:
+    check_value(allocation)
     name, traits = name_of(self.method), self.method.traits
     if traits.even:
       raise InputError(

@@ -19,9 +19,10 @@ from kvjax.engine import prompt_programs
 from kvjax.engine.model_layers import layer_stacks
 from kvjax.engine.replay_gradient import run_with_gradients
 from kvjax.engine.replay_layers import Chunk, How, Pass, Scores
+from kvjax.errors import InputError
 from kvjax.hosts import is_traced, read
 from kvjax.methods.replay import Replay
-from kvjax.model import Model, check_context
+from kvjax.model import Model
 from kvjax.prompts import Prompts, bucket
 from kvjax.repeat_request import RepeatRequest
 
@@ -156,8 +157,13 @@ def _check_lengths(
   # Rows that have ended before the chunk replay nothing.
   totals = lengths + np.where(counts > 0, tokens, 0)
   longest = tokens[np.argmax(totals)]
-  what = f"The prompt, with {longest} tokens to replay a chunk of it,"
-  check_context(model, totals, what)
+  limit = model.geometry.max_positions
+  if totals.max() > limit:
+    raise InputError(
+      f"The prompt, with {longest} tokens to replay a chunk of it, has "
+      f"{totals.max()} tokens; this model's context is {limit}. Give the "
+      "method a smaller chunk, such as chunk=512, or shorten the prompt."
+    )
 
 
 @functools.partial(jax.jit, static_argnames=("request", "sizes"))

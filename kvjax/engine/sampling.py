@@ -31,7 +31,7 @@ class Sampling:
     temperature: 0 takes the most likely token; a positive value divides the
       logits.
     top_p: draws among the most likely tokens that together reach this
-      probability.
+      probability; like `top_k`, for temperatures above 0.
     top_k: draws among this many most likely tokens, before `top_p`; 0 for all.
 
   Examples:
@@ -57,6 +57,11 @@ class Sampling:
         f"top_p must be above 0 and at most 1; {self.top_p:g} is not."
       )
     check_count("top_k", self.top_k, 0)
+    if not self.temperature and (self.top_p < 1 or self.top_k):
+      raise InputError(
+        "top_p and top_k change nothing at a temperature of 0, which takes the "
+        "most likely token; give a temperature, such as 1.0."
+      )
     # Arrays are not hashable, and this is part of what is compiled.
     object.__setattr__(self, "top_k", operator.index(self.top_k))
 

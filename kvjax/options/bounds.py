@@ -55,6 +55,8 @@ def check_count(name: str, value: object, least: int = 1) -> None:
     number = operator.index(value)  # type: ignore[arg-type]
   except TypeError:
     number = least - 1
+  if isinstance(value, bool):
+    number = least - 1
   if number < least:
     raise InputError(
       f"{name} must be a whole number, {least} or more; {value!r} is not."
@@ -143,6 +145,43 @@ def check_options(method: Any) -> None:
       raise InputError(f"{name} must be True or False; {value!r} is not.")
     else:
       check_choice(made, name, value)
+
+
+def check_value(made: Any) -> None:
+  """Refuses a value that compiled programs cannot tell from another one.
+
+  They are found by its fields, which must be hashable, and hold all of it.
+
+  Raises:
+    InputError: it is not a frozen dataclass, or holds more than its fields.
+  """
+  name = type(made).__name__
+  fields = [field.name for field in dataclasses.fields(made)]
+  for hidden in getattr(made, "__dict__", {}):
+    cached = getattr(type(made), hidden, None)
+    if hidden in fields or isinstance(cached, functools.cached_property):
+      continue
+    raise InputError(
+      f"{name} holds {hidden!r}, which is no field, so that its values look "
+      "alike; write @dataclasses.dataclass(frozen=True) before the class, and "
+      f"a field such as {hidden}: float = 1.0 instead of __init__."
+    )
+  for field in fields:
+    try:
+      hash(getattr(made, field))
+    except TypeError as error:
+      kind = type(getattr(made, field)).__name__
+      raise InputError(
+        f"The field {field!r} of {name} is a {kind}, which has no hash; give "
+        "a number, a text or a tuple of them, and load arrays in `load`."
+      ) from error
+  try:
+    hash(made)
+  except TypeError as error:
+    raise InputError(
+      f"{name} has no hash; write @dataclasses.dataclass(frozen=True) before "
+      "the class."
+    ) from error
 
 
 def _whole(name: str, value: Any) -> int:

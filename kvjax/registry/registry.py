@@ -13,6 +13,7 @@ from kvjax.allocation.base import Allocation
 from kvjax.errors import InputError, warn
 from kvjax.methods.base import Method
 from kvjax.names import add_name
+from kvjax.options.bounds import check_value
 from kvjax.options.budgets import Rounding
 from kvjax.retrieval.base import Retrieval
 
@@ -203,6 +204,7 @@ def register(
         f"kvjax.retrieval.Retrieval, and so are its presets; {each!r} under "
         f"{name!r} is not."
       )
+    check_value(each.method if isinstance(each, Recipe) else each)
   for kind in (METHODS, RETRIEVALS):
     kind._entries.pop(name, None)
   names.add(name, Entry(make, presets, summary, paper))

@@ -6,6 +6,7 @@ import numpy as np
 from jaxtyping import Int
 
 from kvjax.errors import InputError
+from kvjax.options.bounds import check_value
 from kvjax.options.budgets import Budget, as_budget
 from kvjax.retrieval.base import Retrieval
 
@@ -42,6 +43,7 @@ class SparseAttention:
         "kvjax.get_retrieval('quest'), 64), not "
         f"{retrieval!r:.80} and {budget!r:.80}."
       )
+    check_value(retrieval)
     vars(self).update(retrieval=retrieval, budget=budget)
 
   @property

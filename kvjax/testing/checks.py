@@ -19,6 +19,7 @@ from kvjax.engine.generate import generate
 from kvjax.engine.rerotation import LayerRotation
 from kvjax.errors import InputError
 from kvjax.model import Geometry, LayerSpec, Model
+from kvjax.options import bounds
 from kvjax.prompts import Prompts
 from kvjax.repeat_request import RepeatRequest
 from kvjax.testing.tiny import (
@@ -82,6 +83,7 @@ def check_value(given: Any, kind: type) -> None:
     f"What is checked is a {kind.__module__.rpartition('.')[0]}."
     f"{kind.__name__}; {given!r} is not.",
   )
+  bounds.check_value(given)
   with explain(f"{name} must be a frozen dataclass whose fields are hashable"):
     same = dataclasses.replace(given)
     require(

@@ -279,11 +279,20 @@ def test_a_number_is_no_sampling(untyped, tiny):
     chat.ask(QUESTIONS[0], 10, sampling=0.7)
 
 
-def test_a_method_is_no_name(untyped, tiny):
+def test_a_method_of_one_s_own_needs_no_name(tiny):
+  method = kvjax.get_method("keydiff")
+  answers = [
+    tiny.compress(TEXT, given, 20).ask(QUESTIONS[0], max_new_tokens=4)
+    for given in (method, "keydiff")
+  ]
+  assert answers[0] == answers[1]
+
+
+def test_a_plan_is_no_method(untyped, tiny):
   with pytest.raises(
     InputError, match=r"kvjax\.models\.Chat\(lm, text, plan\)"
   ):
-    tiny.compress(TEXT, kvjax.get_method("keydiff"), 0.5)
+    tiny.compress(TEXT, kvjax.get_plan("keydiff", 0.5), 0.5)
 
 
 def test_the_path_of_a_file_is_warned_of(tiny, tmp_path):

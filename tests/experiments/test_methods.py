@@ -49,6 +49,17 @@ def test_a_page_has_options_values_and_presets():
   assert ["skip_layers", "0+1"] in map(str.split, preset)
   for name in (*METHODS, *RETRIEVALS):
     assert max(map(len, methods.page(name).splitlines())) <= 80
+  # Names as --methods takes them, and prefixes alone.
+  for name, row in [
+    ("snapkv:window=8", ["window", "8"]),
+    ("ada:alpha=0.5/snapkv", ["alpha", "0.5"]),
+    ("quest:page=4", ["page", "4"]),
+    ("ada", ["alpha", "0.2"]),
+    ("pyramid/", ["beta", "20.0"]),
+  ]:
+    assert row in map(str.split, methods.page(name).splitlines())
+  with pytest.raises(InputError, match="'snapkv' has no option 'windo'"):
+    methods.page("snapkv:windo=8")
   with pytest.raises(InputError, match=r"no method 'ctkv' .did you mean ctkvr"):
     methods.page("ctkv")
 

@@ -1,5 +1,7 @@
 """Methods in files of one's own, which --plugins names."""
 
+import importlib
+
 import pytest
 
 import kvjax
@@ -64,6 +66,41 @@ def test_answers_of_an_edited_file_are_others(tmp_path, load):
   assert first != edited
   assert " of mine_" in first
   assert " of " not in keydiff
+
+
+def test_answers_of_an_edited_helper_are_others(tmp_path, load, monkeypatch):
+  monkeypatch.syspath_prepend(tmp_path)
+  helpers = tmp_path / "signs_of_a_method"
+  helpers.mkdir()
+  (helpers / "__init__.py").write_text("from .all_signs import SIGN\n")
+  (helpers / "all_signs.py").write_text("SIGN = -1.0\n")
+  path = tmp_path / "mine.py"
+  text = METHOD.replace("-1.0", "SIGN")
+  path.write_text(f"from signs_of_a_method import SIGN\n{text}")
+
+  def options():
+    plugin_files._files_of.cache_clear()
+    load(path)
+    found = candidates(["oldest_of_a_file"], [kvjax.Retention(0.5)])
+    return found[1].options
+
+  first, again = options(), options()
+  assert first == again
+  assert " of mine_" in first
+  assert " of signs_of_a_method.all_signs_" in first
+  assert first.count(" of ") == 3
+  (helpers / "all_signs.py").write_text("SIGN = 1.0\n")
+  assert options() != first
+
+
+def test_answers_of_an_installed_method_are_its_file_s(tmp_path, monkeypatch):
+  monkeypatch.syspath_prepend(tmp_path)
+  text = METHOD.replace("oldest_of_a_file", "oldest_of_a_package")
+  (tmp_path / "package_of_a_method.py").write_text(text)
+  importlib.import_module("package_of_a_method")
+  found = candidates(["oldest_of_a_package"], [kvjax.Retention(0.5)])
+  METHODS._entries.pop("oldest_of_a_package")
+  assert " of package_of_a_method_" in found[1].options
 
 
 @pytest.mark.parametrize(

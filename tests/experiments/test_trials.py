@@ -93,6 +93,11 @@ def test_flags_of_the_trials_own_are_refused(refusal, tmp_path, flag):
 
 
 @pytest.mark.slow
+def test_flags_of_evaluate_come_after_the_dashes(refusal):
+  told = refusal("kvjax.experiments.trials", "--trials=2", "--methods=keydiff")
+  assert "no flag --methods of trials; flags of evaluate come after --" in told
+
+
 def test_what_they_cost_is_said_before_they_run(
   run_binary, tiny_directory, tmp_path
 ):

@@ -9,7 +9,7 @@ import kvjax
 from kvjax.errors import InputError
 from kvjax.methods import HeadwiseMethod
 from kvjax.retrieval import Flat
-from kvjax.testing import TinyModel
+from kvjax.testing import TinyModel, check_method
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +58,49 @@ def test_fields_are_those_of_a_dataclass(registry):
 
   with pytest.raises(InputError, match=r"Plain has fields .* before the class"):
     kvjax.register("plain", Plain)
+
+
+class Hidden(Norm):
+  def __init__(self, power=2.0):
+    object.__setattr__(self, "power", power)
+
+
+@dataclasses.dataclass(frozen=True)
+class Listed(Norm):
+  powers: list[float] = dataclasses.field(default_factory=lambda: [1.0])
+
+
+@pytest.mark.parametrize(
+  ("made", "said"),
+  [
+    (Hidden, "Hidden holds 'power', which is no field, so that its values"),
+    (Listed, "The field 'powers' of Listed is a list, which has no hash"),
+  ],
+)
+def test_values_that_programs_cannot_tell_apart(registry, made, said):
+  for use in (
+    lambda: kvjax.register("mine", made),
+    lambda: kvjax.Plan(made(), 8),
+    lambda: check_method(made()),
+  ):
+    with pytest.raises(InputError, match=said):
+      use()
+
+
+def test_an_index_that_programs_cannot_tell_apart():
+  class Deep(Flat):
+    def __init__(self, depth=2):
+      super().__init__()
+      object.__setattr__(self, "depth", depth)
+
+  with pytest.raises(InputError, match="Deep holds 'depth', which is no field"):
+    kvjax.SparseAttention(Deep(), 8)
+
+
+def test_a_method_that_is_not_registered_is_told_so():
+  said = r"class Norm cannot .* as after kvjax.register\(\"mine\", Norm\)"
+  with pytest.raises(InputError, match=said):
+    check_method(Norm())
 
 
 def test_a_preset_of_another_class_is_saved_too(registry, tmp_path):

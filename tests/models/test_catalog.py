@@ -150,6 +150,12 @@ def test_the_reference_model_has_a_name(tmp_path, monkeypatch):
   assert catalog.locate("reference") == pathlib.Path("reference")
 
 
+@pytest.mark.parametrize("given", [None, "", " ", 3])
+def test_what_is_no_name_of_a_model(untyped, given):
+  with pytest.raises(InputError, match=r"A model is a name, .*; .* is none"):
+    load(given)
+
+
 def test_a_misspelt_name_is_guessed():
   with pytest.raises(InputError, match=r"\(did you mean smollm2-135m-instruct"):
     load("smollm2-135m")

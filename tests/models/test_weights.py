@@ -18,7 +18,7 @@ from model_directories import copied_model, edit, word_tokenizer
 
 from kvjax.cache.sharding import parse_mesh
 from kvjax.engine.sampling import GREEDY, Sampling
-from kvjax.errors import InputError
+from kvjax.errors import InputError, InputWarning
 from kvjax.models import tensor_files, weights
 from kvjax.models.language_model import from_decoder
 from kvjax.models.lora import add_adapters
@@ -215,7 +215,8 @@ def test_a_tied_output_matrix_may_be_stored_only_if_it_is_equal(tmp_path):
   edit(target / WHOLE, repeat)
   load_decoder(target, "float32")
   edit(target / WHOLE, change)
-  with pytest.raises(InputError, match=r"hold the tensor lm_head\.weight"):
+  said = r"lm_head\.weight that differs from the embedding, and .* ties them"
+  with pytest.raises(InputError, match=said):
     load_decoder(target, "float32")
 
 
@@ -230,6 +231,15 @@ def test_generation_defaults(directory):
   save(model, directory)
   saved = json.loads(path.read_text())
   assert saved.items() >= (fields | {"max_length": 9}).items()
+  penalties = {"repetition_penalty": 1.3, "min_p": 0.2, "typical_p": 1.0}
+  path.write_text(json.dumps(fields | penalties))
+  lm = load(directory)
+  with pytest.warns(InputWarning, match="has min_p, repetition_penalty, which"):
+    assert lm.sampling == Sampling(temperature=0.6, top_k=20)
+  path.write_text(json.dumps(fields | {"temperature": -1}))
+  lm = load(directory)
+  with pytest.raises(InputError, match=r"config\.json: temperature must be"):
+    _ = lm.sampling
   path.write_text(json.dumps(fields | {"do_sample": False}))
   assert load(directory).sampling == GREEDY
 

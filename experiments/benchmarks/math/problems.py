@@ -62,7 +62,7 @@ def _problem(row: Row) -> Problem:
       else None,
     )
   name = "problem" if "problem" in row.fields else "question"
-  return Problem(row.text(name), REQUEST, "", answer)
+  return Problem(row.filled(name), REQUEST, "", answer)
 
 
 def _answer(row: Row) -> str:
@@ -72,4 +72,4 @@ def _answer(row: Row) -> str:
     return str(value)
   if isinstance(value, list):
     return row.texts("answer")[0]
-  return row.text("answer")
+  return row.filled("answer")

@@ -103,6 +103,11 @@ def test_published_layouts_and_those_of_kvpress_are_read(tmp_path):
   path.write_text('{"problem": "1 + 1?"}\n')
   with pytest.raises(InputError, match=r"Line 1 of .* needs a text under 'ans"):
     problems.read(path, None)
+  for name in ("problem", "answer"):
+    blank = {"problem": "1 + 1?", "answer": "2"} | {name: " "}
+    path.write_text(json.dumps(blank) + "\n")
+    with pytest.raises(InputError, match=f"Line 1 of .* nothing under '{name}"):
+      problems.read(path, None)
 
 
 def test_draws_differ_and_do_not_depend_on_the_batch(solved):
