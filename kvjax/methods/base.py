@@ -20,7 +20,7 @@ from kvjax.methods.traits import Traits
 from kvjax.model import Geometry
 from kvjax.names import name_of
 from kvjax.options.bounds import check_options
-from kvjax.selection import finite, top_slots
+from kvjax.selection import finite, last_tokens, top_slots
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,10 +167,10 @@ class ScoringMethod(Method):
   """A method that keeps the slots with the highest scores.
 
   Implement `scores`, or `HeadwiseMethod.score_head` if heads are scored one by
-  one. Override `protected` for slots that are kept whatever their score, and
-  `traits` for what the method reads besides queries, keys and values, or does
-  not support. Budgets, empty slots and the tokens that a prompt protects are
-  taken care of.
+  one. Override `traits` for what the method reads besides queries, keys and
+  values, always keeps, or does not support, and `protected` where what is
+  always kept depends on the budget. Budgets, empty slots and the tokens that a
+  prompt protects are taken care of.
   """
 
   @abc.abstractmethod
@@ -184,12 +184,15 @@ class ScoringMethod(Method):
   ) -> Bool[Array, "B K T"]:
     """Slots that are kept whatever their score.
 
+    By default, those of the first and last tokens that the traits name.
+
     Args:
       cache: the candidates.
       counts: tokens that each head may keep.
     """
     del counts
-    return jnp.zeros(cache.positions.shape, bool)
+    sinks = cache.valid & (cache.positions < self.traits.sinks)
+    return sinks | last_tokens(cache.valid, self.traits.protects)
 
   @property
   def votes(self) -> "ScoringMethod":

@@ -5,9 +5,8 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
-from kvjax.cache.layers import LayerCache
 from kvjax.methods.heads import Head, HeadwiseMethod
 from kvjax.methods.traits import Traits
 from kvjax.options.bounds import check_least
@@ -73,13 +72,6 @@ class Cur(HeadwiseMethod):
       case "value":
         scores = by_value
     return _divide(scores, jnp.sum(scores, keepdims=True))
-
-  def protected(
-    self, cache: LayerCache, counts: Int[Array, " B #K"]
-  ) -> Bool[Array, "B K T"]:
-    """The sinks."""
-    del counts
-    return cache.valid & (cache.positions < self.sinks)
 
   def _shares(
     self, norms: Float[Array, " T"], valid: Bool[Array, " T"]

@@ -4,7 +4,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from kvjax.activations import Activations
 from kvjax.cache.layers import LayerCache
@@ -14,7 +14,6 @@ from kvjax.methods.heads import window_weights
 from kvjax.methods.snapkv import pool
 from kvjax.methods.traits import Traits
 from kvjax.options.bounds import check_least, check_odd
-from kvjax.selection import last_tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,10 +128,3 @@ class DropKV(ScoringMethod):
     changes = (weights / (1.0 - others + self.epsilon)) ** 2 * distances
     share = rest / jnp.maximum(rest + self.epsilon, least)
     return jnp.where(is_best, (weights * share) ** 2 * distance, changes)
-
-  def protected(
-    self, cache: LayerCache, counts: Int[Array, " B #K"]
-  ) -> Bool[Array, "B K T"]:
-    """The last W tokens."""
-    del counts
-    return last_tokens(cache.valid, self.window)

@@ -67,6 +67,7 @@ class ExpectedAttention(ScoringMethod):
     return Traits(
       whole_prompts_only="it looks ahead from the end of a whole prompt",
       weighs=not self.value_norm,
+      sinks=self.sinks,
       activations=frozenset({"rerotate"}),
     )
 
@@ -109,13 +110,6 @@ class ExpectedAttention(ScoringMethod):
     if self.value_norm:
       scores = (scores + self.epsilon) * value_norms(cache)
     return jnp.where(counted, scores, 0.0)
-
-  def protected(
-    self, cache: LayerCache, counts: Int[Array, " B #K"]
-  ) -> Bool[Array, "B K T"]:
-    """The sinks."""
-    del counts
-    return cache.valid & (cache.positions < self.sinks)
 
   @property
   def _stored(self) -> Stored:

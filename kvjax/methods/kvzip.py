@@ -5,7 +5,7 @@ import math
 from typing import Literal
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from kvjax.activations import Activations
 from kvjax.allocation.base import Allocation, Uniform
@@ -81,6 +81,7 @@ class KVzip(ScoringMethod):
       replay=Replay(
         self.chunk, self.overlap, self.sinks, self.weight, self.divisor
       ),
+      sinks=self.sinks,
       score_range=(0.0, 1.0 if bounded else math.inf),
     )
 
@@ -98,13 +99,6 @@ class KVzip(ScoringMethod):
     replayed = activations.replayed.astype(jnp.float32)
     scores = jnp.max(by_kv_head(replayed, cache.keys.shape[1]), axis=2)
     return jnp.where(scores < 0, 0.0 if self.sinks else _HIGHEST, scores)
-
-  def protected(
-    self, cache: LayerCache, counts: Int[Array, " B #K"]
-  ) -> Bool[Array, "B K T"]:
-    """The first tokens, if `sinks` says how many."""
-    del counts
-    return cache.valid & (cache.positions < self.sinks)
 
 
 def shared_by(level: Level) -> Allocation:

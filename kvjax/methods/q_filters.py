@@ -4,7 +4,7 @@ import dataclasses
 from typing import Self
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, PyTree
+from jaxtyping import Array, Float, Int, PyTree
 
 from kvjax.activations import Activations
 from kvjax.cache.layers import LayerCache
@@ -15,7 +15,6 @@ from kvjax.methods.stored import Stored
 from kvjax.methods.traits import Traits
 from kvjax.model import Geometry
 from kvjax.options.bounds import check_least
-from kvjax.selection import last_tokens
 
 _NAME = "q_filters"
 
@@ -91,13 +90,6 @@ class QFilters(ScoringMethod):
       directions = main_directions(jnp.where(real, queries, 0.0))
       filters = -jnp.mean(by_kv_head(directions, kv_heads), axis=2)
     return -jnp.sum(cache.keys.astype(jnp.float32) * filters[:, :, None], -1)
-
-  def protected(
-    self, cache: LayerCache, counts: Int[Array, " B #K"]
-  ) -> Bool[Array, "B K T"]:
-    """The last tokens, if any."""
-    del counts
-    return last_tokens(cache.valid, self.recent)
 
   @property
   def _stored(self) -> Stored:

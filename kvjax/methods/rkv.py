@@ -92,13 +92,6 @@ class RKV(ScoringMethod):
     scores = share * importance - (1 - share) * redundancy
     return jnp.broadcast_to(scores, cache.positions.shape)
 
-  def protected(
-    self, cache: LayerCache, counts: Int[Array, " B #K"]
-  ) -> Bool[Array, "B K T"]:
-    """The last W tokens."""
-    del counts
-    return last_tokens(cache.valid, self.window)
-
   def attention(
     self, cache: LayerCache, activations: Activations
   ) -> Float[Array, "B K T"]:

@@ -97,15 +97,6 @@ class SnapKV(ScoringMethod):
     """The mean votes of the window."""
     return scores / self.window
 
-  def protected(
-    self, cache: LayerCache, counts: Int[Array, " B #K"]
-  ) -> Bool[Array, "B K T"]:
-    """The observation window and the sinks."""
-    del counts
-    valid = cache.valid
-    sinks = valid & (cache.positions < self.sinks)
-    return sinks | last_tokens(valid, self.window)
-
 
 def _move_queries(
   cache: LayerCache, activations: Activations, window: int

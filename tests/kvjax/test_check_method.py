@@ -122,6 +122,9 @@ class Protective(Norm):
   def traits(self):
     return Traits(protects=3)
 
+  def protected(self, cache, counts):
+    return jnp.zeros(cache.positions.shape, bool)
+
 
 @dataclasses.dataclass(frozen=True)
 class Selecting(Method):
