@@ -46,6 +46,7 @@ import kvjax
 from kvjax.errors import InputError
 from kvjax.experiments import cli, refusals
 from kvjax.experiments.benchmarks.needle.definition import Grid, needle_samples
+from kvjax.experiments.compiling.published import SHIPPED
 from kvjax.experiments.inputs import budget_inputs, run_inputs
 from kvjax.experiments.report import benchmark_tables, wording
 from kvjax.experiments.run import outputs
@@ -57,7 +58,6 @@ from kvjax.experiments.timing import (
   eviction_timing,
   random_models,
 )
-from kvjax.experiments.tpu.published import SHIPPED
 from kvjax.models.pretrained import Pretrained
 
 flags.adopt_module_key_flags(run_inputs)

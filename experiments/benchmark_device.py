@@ -32,10 +32,10 @@ from absl import flags
 from kvjax import files
 from kvjax.errors import InputError
 from kvjax.experiments import cli
+from kvjax.experiments.compiling.published import SHIPPED, Published
 from kvjax.experiments.run import children, outputs
 from kvjax.experiments.run.sentences import say
 from kvjax.experiments.timing import device_steps
-from kvjax.experiments.tpu.published import SHIPPED, Published
 
 _SIZES = flags.DEFINE_string(
   "sizes",

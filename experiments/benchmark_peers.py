@@ -1,11 +1,11 @@
-"""Times kvjax beside kvpress, on the same weights, in turns.
+"""Times kvjax beside kvpress, on the same weights, in paired_times.
 
   make peers
   kvjax benchmark_peers --table=prefill
 
 Each library has a process of its own, kvpress in the environment that
 `make peers` sets up. For each line of the table both start anew, load the same
-weights, make a first call, and then take turns. The tables:
+weights, make a first call, and then take paired_times. The tables:
 
 - prefill: prompts whose caches are compressed;
 - decode: tokens after that;
@@ -52,13 +52,13 @@ from absl import flags
 import kvjax
 from kvjax.errors import InputError
 from kvjax.experiments import cli, refusals
+from kvjax.experiments.compiling.published import SHIPPED
 from kvjax.experiments.inputs import run_inputs
-from kvjax.experiments.peers import cases, turns, workers
+from kvjax.experiments.peers import cases, paired_times, workers
 from kvjax.experiments.report import benchmark_tables, wording
 from kvjax.experiments.run import outputs, progress_bar
 from kvjax.experiments.run.candidates import parse_budgets
 from kvjax.experiments.timing import random_models
-from kvjax.experiments.tpu.published import SHIPPED
 from kvjax.models import pretrained, saving
 
 _METHODS = ["full", "keydiff", "snapkv", "lagkv:lag=128", "compactor"]
@@ -159,14 +159,17 @@ def main() -> None:
     for case in progress_bar.track(chosen, "timing"):
       with workers.started(peer) as started:
         compared.append(
-          turns.compare(case, started, path, run_inputs.dtype(), _ROUNDS.value)
+          paired_times.compare(
+            case, started, path, run_inputs.dtype(), _ROUNDS.value
+          )
         )
   records = [dataclasses.asdict(one) for one in compared]
   outputs.write_json(folder / "measured.json", {"cases": records})
+  devices = paired_times.devices(compared[0])
   benchmark_tables.show(
     folder,
-    turns.table(_TABLE.value, compared),
-    f"{_model_name()}, {run_inputs.dtype()} on {turns.devices(compared[0])}, "
+    paired_times.table(_TABLE.value, compared),
+    f"{_model_name()}, {run_inputs.dtype()} on {devices}, "
     f"median of {wording.count(_ROUNDS.value, 'round')}",
     peers=compared[0].versions,
   )

@@ -24,7 +24,7 @@ from kvjax.experiments.run import (
   plugin_files,
   sending,
 )
-from kvjax.registry.naming import suggest
+from kvjax.registry.parsing import suggest
 
 _CACHE_BYTES = 2**31
 # Of numbers, and of texts in messages.

@@ -35,14 +35,14 @@ import jax
 from absl import flags
 
 from kvjax.experiments import cli, refusals
+from kvjax.experiments.compiling import chips, programs
+from kvjax.experiments.compiling.engine_programs import engine_programs
+from kvjax.experiments.compiling.kernel_programs import kernel_programs
+from kvjax.experiments.compiling.outcomes import chosen, finish, quick
+from kvjax.experiments.compiling.programs import Outcome, Program
+from kvjax.experiments.compiling.published import LLAMA
 from kvjax.experiments.run import outputs
 from kvjax.experiments.run.progress_bar import progress_bar
-from kvjax.experiments.tpu import chips, programs
-from kvjax.experiments.tpu.engine_programs import engine_programs
-from kvjax.experiments.tpu.kernel_programs import kernel_programs
-from kvjax.experiments.tpu.outcomes import chosen, finish, quick
-from kvjax.experiments.tpu.programs import Outcome, Program
-from kvjax.experiments.tpu.published import LLAMA
 from kvjax.kernels.programs import Platform
 
 # From the root of the checkout, where make runs.

@@ -15,7 +15,7 @@ import sys
 
 import kvjax
 from kvjax.experiments import exits
-from kvjax.registry.naming import suggest
+from kvjax.registry.parsing import suggest
 
 GROUPS = {
   "Compare methods": (

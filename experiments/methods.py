@@ -20,7 +20,7 @@ from absl import flags
 from kvjax.experiments import cli
 from kvjax.experiments.inputs import plugin_inputs
 from kvjax.registry.names import get_recipe, get_retrieval
-from kvjax.registry.naming import options_of, unknown
+from kvjax.registry.parsing import options_of, unknown
 from kvjax.registry.registry import METHODS, RETRIEVALS, Entry, Recipe
 from kvjax.registry.wrappers import WRAPPERS
 

@@ -30,6 +30,9 @@ from kvjax.cache.sharding import parse_sizes
 from kvjax.errors import InputError
 from kvjax.experiments import cli, exits, refusals
 from kvjax.experiments.calibration.record_files import Auto
+from kvjax.experiments.compiling import chips
+from kvjax.experiments.compiling.engine_programs import Use
+from kvjax.experiments.compiling.published import SHIPPED, Published
 from kvjax.experiments.inputs import budget_inputs
 from kvjax.experiments.planning import (
   batches,
@@ -42,9 +45,6 @@ from kvjax.experiments.planning import (
 from kvjax.experiments.report import pictures
 from kvjax.experiments.run import outputs
 from kvjax.experiments.run.progress_bar import progress_bar
-from kvjax.experiments.tpu import chips
-from kvjax.experiments.tpu.engine_programs import Use
-from kvjax.experiments.tpu.published import SHIPPED, Published
 
 flags.adopt_module_key_flags(budget_inputs)
 flags.set_default(budget_inputs.RETENTION, ["0.25"])

@@ -34,6 +34,7 @@ from kvjax.calibration.record import Calibrated as Calibrated
 from kvjax.calibration.record import Calibration as Calibration
 from kvjax.checkpoint.saving import load_cache as load_cache
 from kvjax.checkpoint.saving import save_cache as save_cache
+from kvjax.engine.compression_plan import Plan as Plan
 from kvjax.engine.decode import Decoding as Decoding
 from kvjax.engine.generate import Generated as Generated
 from kvjax.engine.generate import decoding_nbytes as decoding_nbytes
@@ -43,7 +44,6 @@ from kvjax.engine.likelihood import answer_nll as answer_nll
 from kvjax.engine.likelihood import (
   negative_log_likelihood as negative_log_likelihood,
 )
-from kvjax.engine.plans import Plan as Plan
 from kvjax.engine.prefill import measured_sweep as measured_sweep
 from kvjax.engine.prefill import prefill as prefill
 from kvjax.engine.prefill import sweep as sweep

@@ -6,7 +6,7 @@ import pathlib
 import warnings
 from collections.abc import Iterator
 
-from kvjax.names import name_of
+from kvjax.labels import name_of
 
 # Frames that are not the user's. Constructors of dataclasses have no file, nor
 # do parts of Python's own.

@@ -3,7 +3,7 @@
 A host has far more memory than its accelerators. Stored keys and values can
 stay there, in the memory kind `pinned_host`. Inside the compiled program, the
 host ranks some of them by a token's queries and attends to the few that the
-token reads; see `kvjax.kernels.host`. Where the device needs rows
+token reads; see `kvjax.kernels.host_memory`. Where the device needs rows
 themselves, the host gathers them.
 """
 
@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, PyTree, Shaped
 
-from kvjax.kernels.host import is_on_host as is_on_host
-from kvjax.kernels.host import run_on_host
+from kvjax.kernels.host_memory import is_on_host as is_on_host
+from kvjax.kernels.host_memory import run_on_host
 from kvjax.kernels.stacks import Layer, gather_slots
 from kvjax.struct import tree_bytes
 
@@ -45,8 +45,8 @@ def _trial() -> Array:
 def to_host[Tree](tree: Tree) -> Tree:
   """Moves arrays to the host if possible, inside or outside of programs.
 
-  They keep their sharding. Only `kvjax.kernels.host.run_on_host`, and functions
-  that call it, can read them there.
+  They keep their sharding. Only `kvjax.kernels.host_memory.run_on_host`, and
+  functions that call it, can read them there.
   """
   if not has_host_memory():
     return tree

@@ -12,8 +12,8 @@ from jax.typing import DTypeLike
 
 from kvjax.cache.sharding import check_mesh
 from kvjax.calibration.record import Calibrated
+from kvjax.engine.compression_plan import Plan
 from kvjax.engine.decode import Decoding
-from kvjax.engine.plans import Plan
 from kvjax.engine.sampling import GREEDY, Sampling
 from kvjax.errors import InputError, warn
 from kvjax.methods.base import Method

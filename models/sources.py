@@ -24,7 +24,7 @@ from kvjax.models.orbax_files import read_checkpoint
 from kvjax.models.tensor_files import has_checkpoint, open_tensors
 from kvjax.models.tokenizer import Tokenizer
 from kvjax.models.weights import read_weights
-from kvjax.registry.naming import suggest
+from kvjax.registry.parsing import suggest
 
 _CONFIG = "config.json"
 # OWNER/NAME.

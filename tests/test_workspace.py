@@ -87,3 +87,17 @@ def test_named_commands_are_the_makefiles(text):
   named = {word for word in words if not word.startswith("--")}
   assert named
   assert named <= targets
+
+
+def test_no_two_modules_differ_by_an_s():
+  """But the protocol of a model, and the package of our own."""
+  folders = [ROOT / name for name in ("kernels", "kvjax", "models")]
+  paths = [
+    path
+    for folder in (*folders, ROOT / "experiments")
+    for path in folder.rglob("*.py")
+  ]
+  names = {path.stem for path in paths}
+  names |= {path.parent.name for path in paths}
+  alike = {name for name in names if f"{name}s" in names}
+  assert alike == {"model"}

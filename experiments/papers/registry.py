@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from kvjax.errors import InputError
 from kvjax.experiments.papers import compactor, ctkvr, keydiff, lagkv, protokv
 from kvjax.experiments.papers.data_model import Experiment
-from kvjax.registry.naming import suggest
+from kvjax.registry.parsing import suggest
 
 PAPERS = tomllib.loads(
   pathlib.Path(__file__).with_name("experiments.toml").read_text("utf-8")

@@ -3,8 +3,8 @@
 import math
 from typing import NamedTuple
 
+from kvjax.experiments.compiling.chips import Chip
 from kvjax.experiments.planning.compiling import Needs, Planned
-from kvjax.experiments.tpu.chips import Chip
 
 
 class Line(NamedTuple):

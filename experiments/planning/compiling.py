@@ -7,13 +7,13 @@ from typing import NamedTuple
 import jax
 
 from kvjax.errors import InputError
-from kvjax.experiments.planning.sizes import Sizes, sizes
-from kvjax.experiments.tpu.chips import Chip
-from kvjax.experiments.tpu.engine_programs import (
+from kvjax.experiments.compiling.chips import Chip
+from kvjax.experiments.compiling.engine_programs import (
   Use,
   lower_decode,
   lower_prefill,
 )
+from kvjax.experiments.planning.sizes import Sizes, sizes
 from kvjax.kernels.compiled.collectives import Collective
 from kvjax.kernels.compiled.footprints import Footprint
 from kvjax.model import LayerSpec

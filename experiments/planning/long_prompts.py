@@ -15,15 +15,15 @@ import kvjax
 from kvjax import files
 from kvjax.cache.sharding import parse_sizes
 from kvjax.experiments import cli
+from kvjax.experiments.compiling import chips
+from kvjax.experiments.compiling.chips import Chip
+from kvjax.experiments.compiling.engine_programs import Use
+from kvjax.experiments.compiling.published import LLAMA
 from kvjax.experiments.planning.compiling import Planned, compile_use
 from kvjax.experiments.planning.slices import find_slice
 from kvjax.experiments.report import formats, page_parts
 from kvjax.experiments.report.wording import mib
 from kvjax.experiments.run.progress_bar import progress_bar
-from kvjax.experiments.tpu import chips
-from kvjax.experiments.tpu.chips import Chip
-from kvjax.experiments.tpu.engine_programs import Use
-from kvjax.experiments.tpu.published import LLAMA
 
 PAGE = pathlib.Path("docs", "sharding.md")
 PART = "long_prompts"

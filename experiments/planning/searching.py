@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 
 import kvjax
+from kvjax.experiments.compiling.chips import Chip
+from kvjax.experiments.compiling.engine_programs import Use
 from kvjax.experiments.planning.batches import (
   Batches,
   Line,
@@ -19,8 +21,6 @@ from kvjax.experiments.planning.compiling import (
 )
 from kvjax.experiments.planning.sizes import Sizes, sizes
 from kvjax.experiments.planning.slices import Slice, slices_of
-from kvjax.experiments.tpu.chips import Chip
-from kvjax.experiments.tpu.engine_programs import Use
 
 # Compilations that confirm a batch before the search takes what it has.
 _TRIALS = 3

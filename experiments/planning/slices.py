@@ -5,8 +5,8 @@ import math
 from collections.abc import Iterator, Mapping
 
 from kvjax.errors import InputError
-from kvjax.experiments.tpu.chips import Chip
-from kvjax.registry.naming import suggest
+from kvjax.experiments.compiling.chips import Chip
+from kvjax.registry.parsing import suggest
 
 
 def _by_chips(topologies: str) -> Mapping[int, str]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
+from kvjax.experiments.compiling.engine_programs import Use
 from kvjax.experiments.planning.batches import Batches
 from kvjax.experiments.planning.bounds import Bound, step_bound
 from kvjax.experiments.planning.compiling import Needs, Planned, Sent
@@ -9,7 +10,6 @@ from kvjax.experiments.planning.searching import Found
 from kvjax.experiments.planning.slices import KINDS, PAGE, Slice
 from kvjax.experiments.report import formats, wording
 from kvjax.experiments.report.wording import NOTHING, mib
-from kvjax.experiments.tpu.engine_programs import Use
 
 
 def describe(use: Use) -> str:

@@ -8,7 +8,7 @@ from kvjax.errors import InputError
 from kvjax.experiments.tasks import fitting, niah, passkey, prose
 from kvjax.experiments.tasks.sample import Sample
 from kvjax.experiments.tasks.words import BUILT_IN, KeyWords
-from kvjax.registry.naming import suggest
+from kvjax.registry.parsing import suggest
 
 # RULER's needle tasks in prose: one needle, four keys, four values, four
 # questions at once.

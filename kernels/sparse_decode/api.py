@@ -5,10 +5,10 @@ from jaxtyping import Array, Float, Int
 from kvjax.kernels.attention.options import PLAIN, AttentionOptions
 from kvjax.kernels.attention.partial import Partial
 from kvjax.kernels.dispatch import Implementation, dispatch
-from kvjax.kernels.host import is_on_host
+from kvjax.kernels.host_memory import is_on_host
 from kvjax.kernels.programs import Programs
 from kvjax.kernels.quantized import Quantized
-from kvjax.kernels.sparse_decode.host import sparse_decode_host
+from kvjax.kernels.sparse_decode.offloaded import sparse_decode_host
 from kvjax.kernels.sparse_decode.xla import sparse_decode_xla
 from kvjax.kernels.stacks import Layer, as_stack
 

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from kvjax.kernels.attention.options import PLAIN, AttentionOptions
 from kvjax.kernels.attention.partial import Partial
-from kvjax.kernels.host import run_on_host
+from kvjax.kernels.host_memory import run_on_host
 from kvjax.kernels.sparse_decode.xla import (
   LOWEST,
   Empty,

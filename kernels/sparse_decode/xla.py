@@ -115,7 +115,7 @@ def sum_values(
   """Computes the sums of the softmax over listed rows.
 
   Like `listed_logits`, it creates no arrays, so that the host can run it; see
-  `kvjax.kernels.host.run_on_host`.
+  `kvjax.kernels.host_memory.run_on_host`.
 
   Args:
     logits: scaled logits before the softcap; arbitrary where a list is empty.

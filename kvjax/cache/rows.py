@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
 from kvjax.kernels.dispatch import target_platform
-from kvjax.kernels.host import is_on_host, run_on_host
+from kvjax.kernels.host_memory import is_on_host, run_on_host
 from kvjax.kernels.stacks import Layer, as_stack, gather_slots, index_stack
 from kvjax.placement import gather_rows
 from kvjax.retrieval.weights import scaled_logits

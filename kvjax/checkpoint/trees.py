@@ -12,7 +12,7 @@ from jaxtyping import Shaped
 from kvjax.allocation.base import Uniform
 from kvjax.cache.cache import Cache
 from kvjax.cache.sharding import shard_stack
-from kvjax.engine.plans import Plan
+from kvjax.engine.compression_plan import Plan
 from kvjax.errors import InputError
 from kvjax.hosts import read, spread
 from kvjax.kernels.quantized import Quantized

@@ -14,11 +14,11 @@ from kvjax.cache.layers import LayerCache
 from kvjax.cache.sharding import shard_stack
 from kvjax.cache.window import WindowLayer
 from kvjax.engine.compress import finalize_cache, finalize_layer
+from kvjax.engine.compression_plan import Plan
 from kvjax.engine.evicting import evict_all
 from kvjax.engine.feed import append_block
 from kvjax.engine.forward import attend_to_prompt
 from kvjax.engine.model_layers import index_layer, layer_stacks, run_block
-from kvjax.engine.plans import Plan
 from kvjax.engine.prepared import LayerProgram, PreparedPlan, in_pages
 from kvjax.engine.preparing import prepare_repeated
 from kvjax.model import Geometry, LayerSpec, Model

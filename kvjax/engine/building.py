@@ -28,7 +28,7 @@ from kvjax.engine.compress import (
   keep_single,
   select_layer,
 )
-from kvjax.engine.joining import select_from_prompt
+from kvjax.engine.joined_selection import select_from_prompt
 from kvjax.engine.prepared import LayerProgram, PreparedPlan
 from kvjax.hosts import is_traced
 from kvjax.model import LayerSpec, Model

@@ -22,7 +22,7 @@ from kvjax.cache.sharding import gather_tokens, shard_layer, shard_stack
 from kvjax.cache.sparse import SparseLayer
 from kvjax.cache.window import WindowLayer
 from kvjax.calibration.features import score_shape
-from kvjax.engine.plans import Plan
+from kvjax.engine.compression_plan import Plan
 from kvjax.engine.prepared import LayerProgram
 from kvjax.engine.rerotation import (
   LayerRotation,

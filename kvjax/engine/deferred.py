@@ -8,6 +8,7 @@ from jaxtyping import Array, Bool, PyTree
 from kvjax.activations import Activations
 from kvjax.engine.building import CacheBuilder
 from kvjax.engine.compress import Evaluated, Evaluation
+from kvjax.engine.compression_plan import Plan
 from kvjax.engine.evaluate import (
   Evaluations,
   Loaded,
@@ -15,11 +16,10 @@ from kvjax.engine.evaluate import (
   find_evaluated,
 )
 from kvjax.engine.layer_budgets import compressed_layers
-from kvjax.engine.plans import Plan
 from kvjax.engine.prepared import PreparedPlan
 from kvjax.engine.replay import Replayed, replay_prompts
+from kvjax.engine.shared_budgets import HeadCounts, count_by_head
 from kvjax.engine.thresholds import count_reaching, prepare_threshold
-from kvjax.engine.whole_model import HeadCounts, count_by_head
 from kvjax.hosts import read
 from kvjax.methods.replay import Replay
 from kvjax.model import Geometry, Model

@@ -10,8 +10,8 @@ from jaxtyping import Array, PyTree
 from kvjax.activations import Activations
 from kvjax.cache.sharding import replicate
 from kvjax.engine.compress import Evaluated, Evaluation, evaluate_layer
+from kvjax.engine.compression_plan import Plan
 from kvjax.engine.layer_budgets import compresses
-from kvjax.engine.plans import Plan
 from kvjax.engine.prepared import PreparedPlan
 from kvjax.model import Geometry
 

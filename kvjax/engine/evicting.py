@@ -11,9 +11,9 @@ from kvjax.activations import Activations
 from kvjax.allocation.base import LayerBudget
 from kvjax.cache.cache import Cache
 from kvjax.cache.layers import LayerCache
-from kvjax.engine.joining import select_joined
+from kvjax.engine.compression_plan import Plan
+from kvjax.engine.joined_selection import select_joined
 from kvjax.engine.model_layers import attach_rotation
-from kvjax.engine.plans import Plan
 from kvjax.engine.prepared import PreparedPlan
 from kvjax.errors import blamed_on
 from kvjax.model import LayerSpec, Model

@@ -7,7 +7,7 @@ import numpy as np
 from jaxtyping import Int
 
 from kvjax.allocation.base import Allocation, Sizes
-from kvjax.engine.plans import Plan
+from kvjax.engine.compression_plan import Plan
 from kvjax.errors import InputError
 from kvjax.model import Geometry, LayerSpec
 from kvjax.options.budgets import Budget, PerLayer

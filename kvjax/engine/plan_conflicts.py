@@ -8,9 +8,9 @@ from kvjax.allocation.base import Allocation
 from kvjax.cache.layers import KV_DTYPES
 from kvjax.calibration.record import Calibrated
 from kvjax.errors import InputError, warn
+from kvjax.labels import name_of
 from kvjax.methods.base import Method
 from kvjax.methods.traits import Traits
-from kvjax.names import name_of
 from kvjax.options.bounds import check_value
 from kvjax.options.budgets import Budget, PerLayer, Threshold
 from kvjax.options.schedules import Schedule

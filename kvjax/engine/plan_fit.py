@@ -10,13 +10,13 @@ from jaxtyping import PyTree
 from kvjax.cache.layers import KV_DTYPES
 from kvjax.cache.sharding import context_size, heads_fill_mesh
 from kvjax.calibration.record import Calibrated
+from kvjax.engine.compression_plan import Plan
 from kvjax.engine.layer_budgets import compressed_layers, kv_heads
-from kvjax.engine.plans import Plan
 from kvjax.engine.rerotation import check_rotary
 from kvjax.errors import InputError, warn
 from kvjax.kernels.mesh_axes import MODEL, axis_size, spread_over, whole
+from kvjax.labels import name_of
 from kvjax.model import Geometry, Model, check_tokens
-from kvjax.names import name_of
 from kvjax.prompts import Prompts
 
 

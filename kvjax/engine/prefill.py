@@ -12,6 +12,7 @@ from kvjax.calibration.features import OF_SCORES
 from kvjax.calibration.record import Calibrated
 from kvjax.engine.blocks import prefill_blocks
 from kvjax.engine.compress import Evaluation
+from kvjax.engine.compression_plan import Plan
 from kvjax.engine.layer_budgets import check_protected
 from kvjax.engine.plan_fit import (
   check_context_axis,
@@ -20,7 +21,6 @@ from kvjax.engine.plan_fit import (
   recites,
   warn_without_request,
 )
-from kvjax.engine.plans import Plan
 from kvjax.engine.preparing import max_span
 from kvjax.engine.recitation import check_recitable, recite_grids
 from kvjax.engine.sweeping import Measured, Requested, sweep_prompts

@@ -12,8 +12,8 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 from kvjax.allocation.base import LayerBudget
 from kvjax.cache.layers import LayerCache
 from kvjax.cache.sharding import heads_fill_mesh
+from kvjax.engine.compression_plan import Plan
 from kvjax.engine.layer_budgets import kv_heads
-from kvjax.engine.plans import Plan
 from kvjax.methods.channels import Channels
 from kvjax.model import LayerSpec
 from kvjax.retrieval.base import Retrieval

@@ -9,6 +9,7 @@ from jaxtyping import Bool, Float, Int
 from kvjax.allocation.base import Sizes
 from kvjax.cache.sharding import replicate
 from kvjax.calibration.record import Calibrated
+from kvjax.engine.compression_plan import Plan
 from kvjax.engine.layer_budgets import (
   budget_sizes,
   by_layer,
@@ -18,7 +19,6 @@ from kvjax.engine.layer_budgets import (
   kv_heads,
   layer_budgets,
 )
-from kvjax.engine.plans import Plan
 from kvjax.engine.prepared import PreparedPlan
 from kvjax.model import Geometry
 from kvjax.options.budgets import Retention, Tokens

@@ -12,9 +12,9 @@ from jaxtyping import Bool, Float, PyTree
 from kvjax.cache.cache import Cache
 from kvjax.calibration.record import Calibrated
 from kvjax.engine.capacity import check_caches
+from kvjax.engine.compression_plan import Plan
 from kvjax.engine.likelihood import token_nll
 from kvjax.engine.plan_fit import recites
-from kvjax.engine.plans import Plan
 from kvjax.engine.replay import common_prefix
 from kvjax.engine.sweeping import Requested, sweep_prompts
 from kvjax.errors import InputError, warn

@@ -20,6 +20,7 @@ from kvjax.calibration.record import Calibrated
 from kvjax.engine import prompt_programs
 from kvjax.engine.building import CacheBuilder
 from kvjax.engine.compress import Evaluation, shape_of_scores
+from kvjax.engine.compression_plan import Plan
 from kvjax.engine.deferred import Deferred, replay_of
 from kvjax.engine.evaluate import (
   Evaluations,
@@ -28,11 +29,10 @@ from kvjax.engine.evaluate import (
   list_evaluations,
   load,
 )
-from kvjax.engine.plans import Plan
 from kvjax.engine.prepared import PreparedPlan
 from kvjax.engine.preparing import prepare, prepare_calibrated
+from kvjax.engine.shared_budgets import HeadCounts
 from kvjax.engine.thresholds import must_keep
-from kvjax.engine.whole_model import HeadCounts
 from kvjax.hosts import read
 from kvjax.model import Model
 from kvjax.options.budgets import Threshold

@@ -13,10 +13,10 @@ from kvjax.activations import Activations
 from kvjax.allocation.base import LayerBudget
 from kvjax.cache.layers import LayerCache
 from kvjax.cache.packed import PAGE
+from kvjax.engine.compression_plan import Plan
 from kvjax.engine.layer_budgets import compressed_layers, kv_heads
-from kvjax.engine.plans import Plan
 from kvjax.engine.prepared import PreparedPlan
-from kvjax.engine.whole_model import HeadCounts, fit_to_counts
+from kvjax.engine.shared_budgets import HeadCounts, fit_to_counts
 from kvjax.methods.base import ScoringMethod
 from kvjax.model import Geometry
 from kvjax.options.budgets import Threshold

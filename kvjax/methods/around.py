@@ -8,9 +8,9 @@ from jaxtyping import Array, Int, PyTree
 from kvjax.activations import Activations
 from kvjax.cache.layers import LayerCache
 from kvjax.errors import InputError
+from kvjax.labels import name_of
 from kvjax.methods.base import Allocation, LayerBudget, Method
 from kvjax.model import Geometry
-from kvjax.names import name_of
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,9 +16,9 @@ from kvjax.allocation.base import Uniform
 from kvjax.cache.layers import LayerCache
 from kvjax.cache.observation import ObservationWindow
 from kvjax.errors import InputError
+from kvjax.labels import name_of
 from kvjax.methods.traits import Traits
 from kvjax.model import Geometry
-from kvjax.names import name_of
 from kvjax.options.bounds import check_options
 from kvjax.selection import finite, last_tokens, top_slots
 

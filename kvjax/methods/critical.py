@@ -11,10 +11,10 @@ from kvjax.activations import Activations
 from kvjax.cache.layers import LayerCache
 from kvjax.errors import InputError
 from kvjax.kernels.select import slots_to_mask
+from kvjax.labels import name_of
 from kvjax.methods.around import Using, refuse_joined
 from kvjax.methods.base import LayerBudget, ScoringMethod
 from kvjax.methods.traits import Traits
-from kvjax.names import name_of
 from kvjax.options.bounds import check_least, check_share
 from kvjax.selection import finite, floor_share, top_slots
 

@@ -3,9 +3,9 @@
 import dataclasses
 
 from kvjax.errors import InputError
+from kvjax.labels import name_of
 from kvjax.methods.around import Around
 from kvjax.methods.traits import Traits
-from kvjax.names import name_of
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 from kvjax.allocation.base import Allocation
 from kvjax.calibration.record import Calibrated
-from kvjax.engine.plans import Plan
+from kvjax.engine.compression_plan import Plan
 from kvjax.errors import InputError
 from kvjax.methods.base import Method
 from kvjax.methods.full import FullKV
@@ -21,7 +21,7 @@ from kvjax.options.budgets import (
   as_budget,
 )
 from kvjax.options.schedules import WHOLE, Schedule
-from kvjax.registry.naming import make_named, options_of, unknown, with_options
+from kvjax.registry.parsing import make_named, options_of, unknown, with_options
 from kvjax.registry.registry import METHODS, RETRIEVALS, Recipe, recipe_of
 from kvjax.registry.wrappers import WRAPPERS, wrap
 from kvjax.retrieval.base import Retrieval

@@ -11,8 +11,8 @@ from typing import Any
 
 from kvjax.allocation.base import Allocation
 from kvjax.errors import InputError, warn
+from kvjax.labels import add_name
 from kvjax.methods.base import Method
-from kvjax.names import add_name
 from kvjax.options.bounds import check_value
 from kvjax.options.budgets import Rounding
 from kvjax.retrieval.base import Retrieval

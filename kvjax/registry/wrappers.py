@@ -10,15 +10,15 @@ from kvjax.allocation.floored import Floored
 from kvjax.allocation.pyramid import Pyramid
 from kvjax.allocation.rounded_pyramid import RoundedPyramid
 from kvjax.errors import InputError
+from kvjax.labels import add_prefix
 from kvjax.methods.base import Method
 from kvjax.methods.chunked import Chunked
 from kvjax.methods.critical import Critical
 from kvjax.methods.rerotated import Rerotated
 from kvjax.methods.think import Think
 from kvjax.methods.whole_chunks import WholeChunks
-from kvjax.names import add_prefix
 from kvjax.options.budgets import Rounding
-from kvjax.registry.naming import suggest, with_options
+from kvjax.registry.parsing import suggest, with_options
 from kvjax.registry.registry import PREFIXES, Recipe
 
 

@@ -9,9 +9,9 @@ from kvjax.activations import Activations
 from kvjax.allocation.base import Sizes
 from kvjax.cache.cache import Cache
 from kvjax.cache.layers import LayerCache
+from kvjax.engine.compression_plan import Plan
 from kvjax.engine.generate import generate, reserve
-from kvjax.engine.joining import select_joined
-from kvjax.engine.plans import Plan
+from kvjax.engine.joined_selection import select_joined
 from kvjax.engine.prefill import prefill, sweep
 from kvjax.errors import InputError
 from kvjax.options.budgets import Budget, Retention, Tokens

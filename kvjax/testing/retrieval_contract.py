@@ -13,8 +13,8 @@ from kvjax.activations import Activations
 from kvjax.cache.cache import Cache
 from kvjax.cache.layers import LayerCache
 from kvjax.cache.sparse import SparseLayer
+from kvjax.engine.compression_plan import Plan
 from kvjax.engine.generate import generate, reserve
-from kvjax.engine.plans import Plan
 from kvjax.engine.prefill import prefill, sweep
 from kvjax.kernels.attention.options import PLAIN
 from kvjax.methods.full import FullKV

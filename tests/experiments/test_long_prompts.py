@@ -6,11 +6,14 @@ import re
 
 import pytest
 
+from kvjax.experiments.compiling import chips
+from kvjax.experiments.compiling.engine_programs import (
+  lower_decode,
+  lower_prefill,
+)
 from kvjax.experiments.planning import long_prompts, slices
 from kvjax.experiments.planning.long_prompts import CASES, HEADER, Case
 from kvjax.experiments.planning.sizes import sizes
-from kvjax.experiments.tpu import chips
-from kvjax.experiments.tpu.engine_programs import lower_decode, lower_prefill
 
 ROOT = pathlib.Path(__file__).parents[2]
 PAGE = (ROOT / long_prompts.PAGE).read_text(encoding="utf-8")

@@ -10,10 +10,10 @@ from made_up_chip import chip
 
 import kvjax
 from kvjax.engine.feed import feed
+from kvjax.experiments.compiling import engine_programs
+from kvjax.experiments.compiling.engine_programs import Use
+from kvjax.experiments.compiling.published import Published
 from kvjax.experiments.planning.step_collectives import LAYERS, MODEL
-from kvjax.experiments.tpu import engine_programs
-from kvjax.experiments.tpu.engine_programs import Use
-from kvjax.experiments.tpu.published import Published
 from kvjax.kernels.compiled.collectives import collectives
 from kvjax.kernels.compiled.hlo import Module
 

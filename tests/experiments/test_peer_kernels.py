@@ -6,9 +6,9 @@ import jax
 import pytest
 from made_up_chip import chip, footprint, program
 
+from kvjax.experiments.compiling import peer_kernels, peer_table
+from kvjax.experiments.compiling.programs import Outcome
 from kvjax.experiments.report import page_parts
-from kvjax.experiments.tpu import peer_kernels, peer_table
-from kvjax.experiments.tpu.programs import Outcome
 from kvjax.kernels.paged_attention.specs import SPECS
 
 ROOT = pathlib.Path(__file__).parents[2]

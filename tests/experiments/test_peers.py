@@ -18,7 +18,7 @@ from tiny_published import TINY
 import kvjax
 from kvjax.engine.forward import prompt_hidden
 from kvjax.errors import InputError
-from kvjax.experiments.peers import cases, turns, workers
+from kvjax.experiments.peers import cases, paired_times, workers
 from kvjax.experiments.peers.kvjax_side import DeviceMemory, Side
 from kvjax.experiments.peers.serving import Memory
 from kvjax.experiments.peers.workers import Worker
@@ -83,7 +83,9 @@ def test_a_worker_answers_whatever_libraries_print():
 def test_libraries_take_turns_and_first_calls_are_apart(tmp_path):
   case = cases.Case("line", "prefill", SMALL, cases.Work(moved=2e3))
   with stub() as ours, stub("other", 2) as theirs:
-    found = turns.compare(case, [ours, theirs], tmp_path, "float32", rounds=3)
+    found = paired_times.compare(
+      case, [ours, theirs], tmp_path, "float32", rounds=3
+    )
   assert found.ours.first == 3
   assert found.ours.seconds == [4, 5, 6]
   assert found.theirs.seconds == [8, 10, 12]
@@ -91,8 +93,8 @@ def test_libraries_take_turns_and_first_calls_are_apart(tmp_path):
   assert found.share == 2 / 5
   assert found.versions == {"one": "1", "other": "1"}
   assert (found.ours.device, found.theirs.device) == ("a one", "a other")
-  table = turns.table("prefill", [found])
-  assert table.header == ("prefill", *turns.HEADING)
+  table = paired_times.table("prefill", [found])
+  assert table.header == ("prefill", *paired_times.HEADING)
   (line,) = table.lines
   assert line[:6] == ("line", "5.000", "10.0", "2.00", "2.00–2.00", "3.0")
   assert line[-1] == "40"
@@ -101,9 +103,11 @@ def test_libraries_take_turns_and_first_calls_are_apart(tmp_path):
 def test_a_peer_that_takes_row_after_row_is_timed_on_one(tmp_path):
   case = cases.Case("line", "prefill", SMALL, per_row=True)
   with stub() as ours, stub("other") as theirs:
-    found = turns.compare(case, [ours, theirs], tmp_path, "float32", rounds=1)
+    found = paired_times.compare(
+      case, [ours, theirs], tmp_path, "float32", rounds=1
+    )
   # Of one round there is no range, and of no counted work no limit.
-  assert turns.table("prefill", [found]).header[3:5] == (
+  assert paired_times.table("prefill", [found]).header[3:5] == (
     *("ratio", "kvjax, first call, s"),
   )
   assert found.ours.seconds == [4]  # the second call, with two rows
@@ -140,9 +144,11 @@ def test_the_peer_sees_pythonpath_without_this_checkout(tmp_path, monkeypatch):
 
 def test_a_table_names_both_devices_where_they_differ():
   case = cases.Case("line", "prefill", SMALL)
-  cpu, gpu = (turns.Times(1, [1], None, name) for name in ("cpu", "H100"))
+  cpu, gpu = (
+    paired_times.Times(1, [1], None, name) for name in ("cpu", "H100")
+  )
   said = [
-    turns.devices(turns.Compared(case, cpu, theirs, None, {}))
+    paired_times.devices(paired_times.Compared(case, cpu, theirs, None, {}))
     for theirs in (None, cpu, gpu)
   ]
   assert said == [device(), device(), f"{device()} (kvpress on H100)"]
@@ -150,10 +156,10 @@ def test_a_table_names_both_devices_where_they_differ():
 
 def test_times_of_less_than_a_tenth_have_three_digits():
   case = cases.Case("line", "prefill", SMALL)
-  ours = turns.Times(12.34, [0.0012345], None, "H100")
-  theirs = turns.Times(1, [0.12345], None, "H100")
-  found = turns.Compared(case, ours, theirs, None, {})
-  (line,) = turns.table("prefill", [found]).lines
+  ours = paired_times.Times(12.34, [0.0012345], None, "H100")
+  theirs = paired_times.Times(1, [0.12345], None, "H100")
+  found = paired_times.Compared(case, ours, theirs, None, {})
+  (line,) = paired_times.table("prefill", [found]).lines
   assert line[1:4] == ("0.00123", "0.123", "100.0")
 
 

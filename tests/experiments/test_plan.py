@@ -11,6 +11,8 @@ from tiny_published import TINY
 
 import kvjax
 from kvjax.errors import InputError
+from kvjax.experiments.compiling import chips, engine_programs
+from kvjax.experiments.compiling.published import LLAMA
 from kvjax.experiments.planning import (
   batches,
   bounds,
@@ -23,8 +25,6 @@ from kvjax.experiments.planning import (
 from kvjax.experiments.planning import sizes as sizes_module
 from kvjax.experiments.planning.compiling import Needs, Sent
 from kvjax.experiments.planning.sizes import sizes
-from kvjax.experiments.tpu import chips, engine_programs
-from kvjax.experiments.tpu.published import LLAMA
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@ import jax
 import pytest
 
 from kvjax.errors import InputError
+from kvjax.experiments.compiling import chips
 from kvjax.experiments.planning import slices
-from kvjax.experiments.tpu import chips
 
 
 def test_slices_have_the_devices_that_their_names_say():

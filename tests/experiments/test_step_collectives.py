@@ -6,6 +6,7 @@ import re
 import pytest
 from made_up_gates import write_fast_kvzip, write_kvzap
 
+from kvjax.experiments.compiling.published import Published
 from kvjax.experiments.planning import step_collectives
 from kvjax.experiments.planning.step_collectives import (
   ALIKE,
@@ -19,7 +20,6 @@ from kvjax.experiments.planning.step_collectives import (
   sent,
   steps,
 )
-from kvjax.experiments.tpu.published import Published
 from kvjax.registry.registry import METHODS, RETRIEVALS
 
 ROOT = pathlib.Path(__file__).parents[2]

@@ -20,6 +20,7 @@ from kvjax.allocation import (
 )
 from kvjax.engine.preparing import prepare
 from kvjax.errors import InputError
+from kvjax.labels import name_of
 from kvjax.methods import (
   ChunkKV,
   Compactor,
@@ -29,7 +30,6 @@ from kvjax.methods import (
   ProtoKV,
   SnapKV,
 )
-from kvjax.names import name_of
 from kvjax.testing import TinyModel, kept_positions
 
 MODEL = TinyModel()

@@ -7,8 +7,8 @@ import pytest
 import kvjax
 from kvjax.allocation import Uniform
 from kvjax.errors import InputError
+from kvjax.labels import name_of
 from kvjax.methods import Critical, KeyDiff, Rerotated, Tova
-from kvjax.names import name_of
 from kvjax.registry.names import get_recipe
 from kvjax.registry.registry import METHODS, RETRIEVALS
 from kvjax.registry.wrappers import WRAPPERS

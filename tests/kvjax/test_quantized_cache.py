@@ -14,8 +14,8 @@ from kvjax.cache.layers import Slots
 from kvjax.cache.sharding import parse_mesh
 from kvjax.calibration.record import Calibration
 from kvjax.checkpoint.saving import load_cache, save_cache
+from kvjax.engine.compression_plan import Plan
 from kvjax.engine.feed import feed
-from kvjax.engine.plans import Plan
 from kvjax.errors import InputError
 from kvjax.kernels.quantized import Quantized
 from kvjax.registry.names import get_method

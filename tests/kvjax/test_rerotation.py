@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.engine.plans import Plan
+from kvjax.engine.compression_plan import Plan
 from kvjax.errors import InputError
 from kvjax.registry.names import get_method
 from kvjax.testing import TinyModel, kept_positions

@@ -9,7 +9,7 @@ import pytest
 import kvjax
 from kvjax.cache.sharding import parse_mesh
 from kvjax.engine import blocks
-from kvjax.engine.plans import Plan
+from kvjax.engine.compression_plan import Plan
 from kvjax.engine.preparing import prepare_repeated
 from kvjax.errors import InputError
 from kvjax.methods import FullKV

@@ -35,7 +35,7 @@ from kvjax.cache.layers import LayerCache
 from kvjax.engine.capacity import prepare_decoding
 from kvjax.engine.evicting import evict_all
 from kvjax.engine.feed import feed
-from kvjax.engine.joining import select_joined
+from kvjax.engine.joined_selection import select_joined
 from kvjax.methods import LayerBudget, TriAttention
 from kvjax.model import Geometry
 from kvjax.testing import TinyModel, kept_positions

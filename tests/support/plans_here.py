@@ -6,10 +6,10 @@ import jax
 from tiny_published import TINY
 
 import kvjax
+from kvjax.experiments.compiling import chips
+from kvjax.experiments.compiling.engine_programs import Use
 from kvjax.experiments.planning.compiling import Needs, Planned, Sent
 from kvjax.experiments.planning.sizes import Sizes
-from kvjax.experiments.tpu import chips
-from kvjax.experiments.tpu.engine_programs import Use
 
 HALF = kvjax.get_plan("keydiff", kvjax.Retention(0.5))
 USE = Use("keydiff", "", HALF, 96, TINY, rows=2, answer=32)

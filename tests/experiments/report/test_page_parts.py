@@ -7,7 +7,8 @@ import page_commands
 import pytest
 
 from kvjax.errors import InputError
-from kvjax.experiments.peers import turns
+from kvjax.experiments.compiling import peer_table
+from kvjax.experiments.peers import paired_times
 from kvjax.experiments.report import benchmark_tables, formats, page_parts
 from kvjax.experiments.report.formats import Table
 from kvjax.experiments.timing import (
@@ -19,7 +20,6 @@ from kvjax.experiments.timing import (
   sparse_timing,
   sweep_timing,
 )
-from kvjax.experiments.tpu import peer_table
 
 ROOT = pathlib.Path(__file__).parents[3]
 TABLE = Table("", ("method", "ms"), [("keydiff", "1.0"), ("a:b=1", "20.0")])
@@ -51,10 +51,10 @@ COLUMNS = {
   "compile": of_depths(4, 32),
   "compile_sweep": of_depths(30),
   "sweep": sweep_timing.HEADING,
-  "peers_leaderboard": ("leaderboard", *turns.HEADING),
-  "peers_prefill": ("prefill", *turns.HEADING),
-  "peers_prefill_5000": ("prefill", *turns.HEADING),
-  "peers_decode": ("decode", *turns.HEADING),
+  "peers_leaderboard": ("leaderboard", *paired_times.HEADING),
+  "peers_prefill": ("prefill", *paired_times.HEADING),
+  "peers_prefill_5000": ("prefill", *paired_times.HEADING),
+  "peers_decode": ("decode", *paired_times.HEADING),
 }
 PAGES = {
   name: page_commands.joined((ROOT / "docs" / page).read_text("utf-8"))

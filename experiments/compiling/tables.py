@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 import rich.console
 import rich.text
 
+from kvjax.experiments.compiling.chips import Chip
+from kvjax.experiments.compiling.programs import Outcome
+from kvjax.experiments.compiling.published import LLAMA
 from kvjax.experiments.report import formats, wording
 from kvjax.experiments.report.wording import NOTHING, mib
-from kvjax.experiments.tpu.chips import Chip
-from kvjax.experiments.tpu.programs import Outcome
-from kvjax.experiments.tpu.published import LLAMA
 
 _HEAD = (
   *("program", "VMEM", "temporary", "arguments", "host", "overlap", "HBM %"),

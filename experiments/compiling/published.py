@@ -16,7 +16,7 @@ from kvjax.models.config import DecoderConfig
 from kvjax.models.features import text_fields
 from kvjax.models.language_model import DecoderModel, as_shapes
 from kvjax.models.sharding import param_shardings
-from kvjax.registry.naming import suggest
+from kvjax.registry.parsing import suggest
 
 # The sizes of published models, as fields of their config.json; see its page at
 # https://huggingface.co. Fields that no size depends on are left out.

@@ -23,10 +23,15 @@ from kvjax.cache.sparse import SparseLayer
 from kvjax.engine.compiler_options import decoding_options
 from kvjax.engine.decode import DecodedTokens, DecodingInputs, decode
 from kvjax.engine.sampling import SamplingInputs
-from kvjax.experiments.tpu.calls import compile_calls, measure_calls
-from kvjax.experiments.tpu.chips import Chip
-from kvjax.experiments.tpu.programs import Lowered, Program
-from kvjax.experiments.tpu.published import GEMMA, GPT_OSS, LLAMA, Published
+from kvjax.experiments.compiling.calls import compile_calls, measure_calls
+from kvjax.experiments.compiling.chips import Chip
+from kvjax.experiments.compiling.programs import Lowered, Program
+from kvjax.experiments.compiling.published import (
+  GEMMA,
+  GPT_OSS,
+  LLAMA,
+  Published,
+)
 from kvjax.kernels.compiled.footprints import Footprint
 from kvjax.kernels.programs import Platform
 from kvjax.models.language_model import DecoderModel

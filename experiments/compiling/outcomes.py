@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 import rich.console
 
 from kvjax.experiments import refusals
+from kvjax.experiments.compiling import tables
+from kvjax.experiments.compiling.programs import KINDS, Outcome, Program
 from kvjax.experiments.run import outputs
-from kvjax.experiments.tpu import tables
-from kvjax.experiments.tpu.programs import KINDS, Outcome, Program
 from kvjax.kernels.programs import Platform
 
 COMMAND = "make tpu-compile"

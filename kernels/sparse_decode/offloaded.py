@@ -4,7 +4,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.kernels.attention.options import PLAIN, AttentionOptions
 from kvjax.kernels.attention.partial import Partial
-from kvjax.kernels.host import run_on_host
+from kvjax.kernels.host_memory import run_on_host
 from kvjax.kernels.sparse_decode.xla import (
   Empty,
   Sums,

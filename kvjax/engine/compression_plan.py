@@ -17,8 +17,8 @@ from kvjax.engine.plan_conflicts import (
   warn_of_threshold,
 )
 from kvjax.errors import InputError
+from kvjax.labels import name_of
 from kvjax.methods.base import Method
-from kvjax.names import name_of
 from kvjax.options.bounds import check_value
 from kvjax.options.budgets import (
   Budget,
