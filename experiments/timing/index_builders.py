@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
 
 from kvjax.errors import InputError
-from kvjax.methods.heads import Head
+from kvjax.heads import Head
 from kvjax.retrieval import (
   ClusterKV,
   CTkvr,

@@ -1,5 +1,6 @@
 """Eviction methods, one file each."""
 
+from kvjax.heads import Head as Head
 from kvjax.methods.base import LayerBudget as LayerBudget
 from kvjax.methods.base import Method as Method
 from kvjax.methods.base import ScoringMethod as ScoringMethod
@@ -17,16 +18,15 @@ from kvjax.methods.fast_kvzip import FastKVzip as FastKVzip
 from kvjax.methods.finch import Finch as Finch
 from kvjax.methods.full import FullKV as FullKV
 from kvjax.methods.h2o import H2O as H2O
-from kvjax.methods.heads import Head as Head
-from kvjax.methods.heads import HeadwiseMethod as HeadwiseMethod
-from kvjax.methods.heads import window_mass as window_mass
-from kvjax.methods.heads import window_queries as window_queries
-from kvjax.methods.heads import window_weights as window_weights
+from kvjax.methods.headwise import HeadwiseMethod as HeadwiseMethod
 from kvjax.methods.key_norm import KeyL2Norm as KeyL2Norm
 from kvjax.methods.keydiff import KeyDiff as KeyDiff
 from kvjax.methods.kvzap import KVzap as KVzap
 from kvjax.methods.kvzip import KVzip as KVzip
 from kvjax.methods.lagkv import LagKV as LagKV
+from kvjax.methods.last_queries import window_mass as window_mass
+from kvjax.methods.last_queries import window_queries as window_queries
+from kvjax.methods.last_queries import window_weights as window_weights
 from kvjax.methods.leverage_scores import LeverageScores as LeverageScores
 from kvjax.methods.protokv import ProtoKV as ProtoKV
 from kvjax.methods.q_filters import QFilters as QFilters

@@ -11,7 +11,7 @@ from kvjax.cache.layers import LayerCache
 from kvjax.kernels.chunks import by_chunk
 from kvjax.kernels.select import among_largest
 from kvjax.methods.base import LayerBudget, Method
-from kvjax.methods.heads import window_mass
+from kvjax.methods.last_queries import window_mass
 from kvjax.methods.snapkv import SnapKV
 from kvjax.methods.traits import Traits
 from kvjax.options.bounds import check_least

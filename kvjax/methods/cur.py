@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from kvjax.methods.heads import Head, HeadwiseMethod
+from kvjax.heads import Head
+from kvjax.methods.headwise import HeadwiseMethod
 from kvjax.methods.traits import Traits
 from kvjax.options.bounds import check_least
 

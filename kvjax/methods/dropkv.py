@@ -10,7 +10,7 @@ from kvjax.activations import Activations
 from kvjax.cache.layers import LayerCache
 from kvjax.errors import InputError
 from kvjax.methods.base import ScoringMethod
-from kvjax.methods.heads import window_weights
+from kvjax.methods.last_queries import window_weights
 from kvjax.methods.snapkv import pool
 from kvjax.methods.traits import Traits
 from kvjax.options.bounds import check_least, check_odd

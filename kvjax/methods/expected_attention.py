@@ -11,8 +11,8 @@ from kvjax.activations import Activations
 from kvjax.cache.layers import LayerCache
 from kvjax.heads import by_kv_head
 from kvjax.methods.base import ScoringMethod
-from kvjax.methods.heads import softmax
 from kvjax.methods.snapkv import value_norms
+from kvjax.methods.softmax import softmax
 from kvjax.methods.stored import Stored
 from kvjax.methods.traits import Traits
 from kvjax.model import Geometry

@@ -12,7 +12,7 @@ from kvjax.cache.layers import LayerCache
 from kvjax.kernels.chunks import by_chunk
 from kvjax.kernels.select import mask_to_slots, slots_to_mask
 from kvjax.methods.base import LayerBudget, Method
-from kvjax.methods.heads import window_queries, window_weights
+from kvjax.methods.last_queries import window_queries, window_weights
 from kvjax.methods.traits import Traits
 from kvjax.options.bounds import check_least
 from kvjax.selection import last_tokens, top_slots

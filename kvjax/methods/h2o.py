@@ -7,9 +7,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.activations import Activations
 from kvjax.cache.layers import LayerCache
+from kvjax.heads import by_kv_head
 from kvjax.kernels.attention_mass import causal_mass
 from kvjax.methods.base import ScoringMethod
-from kvjax.methods.heads import by_kv_head
 from kvjax.methods.snapkv import pool, value_norms
 from kvjax.methods.traits import Traits
 from kvjax.options.bounds import check_least, check_share

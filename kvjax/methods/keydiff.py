@@ -8,7 +8,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.layers import LayerCache
 from kvjax.errors import InputError
-from kvjax.methods.heads import Head, HeadwiseMethod
+from kvjax.heads import Head
+from kvjax.methods.headwise import HeadwiseMethod
 from kvjax.options.bounds import check_share
 from kvjax.selection import floor_share, last_tokens
 

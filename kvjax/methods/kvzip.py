@@ -12,8 +12,8 @@ from kvjax.allocation.base import Allocation, Uniform
 from kvjax.allocation.whole_layer import WholeLayer
 from kvjax.allocation.whole_model import WholeModel
 from kvjax.cache.layers import LayerCache
+from kvjax.heads import by_kv_head
 from kvjax.methods.base import ScoringMethod
-from kvjax.methods.heads import by_kv_head
 from kvjax.methods.replay import Divisor, Replay, Weight
 from kvjax.methods.traits import Traits
 from kvjax.options.bounds import check_least, check_used

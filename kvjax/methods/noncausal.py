@@ -5,9 +5,9 @@ from typing import Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from kvjax.heads import by_kv_head
 from kvjax.kernels.attention import AttentionOptions
 from kvjax.kernels.attention_mass import chunk_mass
-from kvjax.methods.heads import by_kv_head
 from kvjax.methods.snapkv import pool
 
 Scale = Literal["one", "rsqrt_d"]

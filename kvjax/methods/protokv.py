@@ -11,18 +11,14 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import clustering as proto
 from kvjax.activations import Activations
+from kvjax.cache.heads import heads_of
 from kvjax.cache.layers import LayerCache
 from kvjax.errors import InputError
+from kvjax.heads import Head, by_kv_head
 from kvjax.kernels.attention import AttentionOptions
 from kvjax.kernels.select import largest, slots_to_mask
 from kvjax.methods.base import LayerBudget, Method
-from kvjax.methods.heads import (
-  Head,
-  by_kv_head,
-  heads_of,
-  window_mass,
-  window_queries,
-)
+from kvjax.methods.last_queries import window_mass, window_queries
 from kvjax.methods.ranking import (
   ClusterRanking,
   Cut,

@@ -12,8 +12,9 @@ from kvjax.cache.layers import LayerCache
 from kvjax.heads import by_kv_head
 from kvjax.kernels.dispatch import on_mesh
 from kvjax.methods.base import ScoringMethod
-from kvjax.methods.heads import softmax, window_queries
+from kvjax.methods.last_queries import window_queries
 from kvjax.methods.snapkv import pool
+from kvjax.methods.softmax import softmax
 from kvjax.methods.traits import Traits
 from kvjax.options.bounds import check_least, check_odd, check_share
 from kvjax.selection import floor_share, last_tokens, mask_to_slots

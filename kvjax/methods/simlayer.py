@@ -10,7 +10,7 @@ from kvjax.allocation.base import Allocation
 from kvjax.allocation.whole_model import WholeModel
 from kvjax.cache.layers import LayerCache
 from kvjax.methods.base import ScoringMethod
-from kvjax.methods.heads import window_queries, window_weights
+from kvjax.methods.last_queries import window_queries, window_weights
 from kvjax.methods.traits import Traits
 from kvjax.options.bounds import check_least
 from kvjax.selection import last_tokens

@@ -13,7 +13,7 @@ from kvjax.cache.layers import LayerCache
 from kvjax.cache.observation import ObservationWindow
 from kvjax.kernels.select import mask_to_slots
 from kvjax.methods.base import ScoringMethod
-from kvjax.methods.heads import window_mass, window_queries
+from kvjax.methods.last_queries import window_mass, window_queries
 from kvjax.methods.traits import Traits
 from kvjax.options.bounds import check_least, check_odd
 from kvjax.selection import last_tokens

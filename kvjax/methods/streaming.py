@@ -6,7 +6,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.layers import LayerCache
-from kvjax.methods.heads import Head, HeadwiseMethod
+from kvjax.heads import Head
+from kvjax.methods.headwise import HeadwiseMethod
 from kvjax.methods.traits import Traits
 from kvjax.options.bounds import check_least, check_share
 from kvjax.selection import floor_share

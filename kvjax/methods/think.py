@@ -9,10 +9,11 @@ from jaxtyping import Array, Int
 
 from kvjax.activations import Activations
 from kvjax.cache.layers import LayerCache
+from kvjax.heads import by_kv_head
 from kvjax.methods.around import Around
 from kvjax.methods.base import Method
 from kvjax.methods.channels import Channels
-from kvjax.methods.heads import by_kv_head, window_queries
+from kvjax.methods.last_queries import window_queries
 from kvjax.methods.traits import Traits
 from kvjax.options.bounds import check_least, check_share
 

@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.activations import Activations
 from kvjax.cache.layers import LayerCache
 from kvjax.methods.base import ScoringMethod
-from kvjax.methods.heads import window_mass
+from kvjax.methods.last_queries import window_mass
 from kvjax.methods.traits import Traits
 from kvjax.selection import last_tokens
 

@@ -10,7 +10,7 @@ import kvjax
 from kvjax.allocation.base import Allocation
 from kvjax.errors import InputError
 from kvjax.methods import HeadwiseMethod, Method, ScoringMethod, Traits
-from kvjax.methods.heads import window_mass
+from kvjax.methods.last_queries import window_mass
 from kvjax.methods.rerotated import Rerotated
 from kvjax.retrieval import Flat, Retrieval
 from kvjax.testing import (

@@ -30,10 +30,10 @@ import numpy as np
 import pytest
 
 from kvjax.activations import Activations
+from kvjax.cache.heads import heads_of
 from kvjax.cache.layers import LayerCache
 from kvjax.kernels.attention_mass import chunk_mass
 from kvjax.methods import LayerBudget
-from kvjax.methods.heads import heads_of
 from kvjax.registry.names import get_method
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "kvpress"

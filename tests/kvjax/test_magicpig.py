@@ -13,7 +13,7 @@ from kvjax.activations import Activations
 from kvjax.cache.layers import LayerCache
 from kvjax.cache.sparse import SparseLayer
 from kvjax.errors import InputError
-from kvjax.methods.heads import Head
+from kvjax.heads import Head
 from kvjax.registry.names import get_retrieval
 from kvjax.retrieval import KeyBudget, MagicPIG, Prompt, Store
 from kvjax.retrieval.magicpig import sampled_share

@@ -13,8 +13,8 @@ from kvjax.cache import retrieve
 from kvjax.cache.layers import LayerCache
 from kvjax.cache.sparse import SparseLayer
 from kvjax.errors import InputError
+from kvjax.heads import Head
 from kvjax.kernels.sparse_decode import sparse_decode
-from kvjax.methods.heads import Head
 from kvjax.registry.names import get_retrieval
 from kvjax.retrieval import KeyBudget, Prompt, Quest, ShadowKV, Store
 from kvjax.testing import random_activations

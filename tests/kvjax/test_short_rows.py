@@ -11,7 +11,7 @@ import kvjax
 from kvjax.cache.layers import LayerCache
 from kvjax.cache.observation import ObservationWindow
 from kvjax.methods import LayerBudget
-from kvjax.methods.heads import window_queries
+from kvjax.methods.last_queries import window_queries
 from kvjax.registry.names import get_recipe
 from kvjax.testing import TinyModel, layer_positions, random_activations
 

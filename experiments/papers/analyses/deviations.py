@@ -16,7 +16,7 @@ from kvjax.experiments.papers.analyses.observed import activations
 from kvjax.experiments.papers.findings import Findings, Subject
 from kvjax.experiments.report.formats import Table
 from kvjax.experiments.run.progress_bar import track
-from kvjax.methods.heads import window_mass
+from kvjax.methods.last_queries import window_mass
 
 _BETAS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0)
 _REACH = 5

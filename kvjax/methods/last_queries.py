@@ -1,47 +1,16 @@
-"""Methods that score one head, and the attention of the last queries."""
+"""The last queries of a prompt, and their attention."""
 
-import abc
-import dataclasses
 import functools
-from typing import final
 
-import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from kvjax.activations import Activations
-from kvjax.cache.heads import heads_of as heads_of
 from kvjax.cache.layers import LayerCache
 from kvjax.errors import InputError
-from kvjax.heads import Head as Head
-from kvjax.heads import by_kv_head as by_kv_head
+from kvjax.heads import by_kv_head
 from kvjax.kernels.attention_mass import causal_mass
-from kvjax.methods.base import ScoringMethod
-
-
-@dataclasses.dataclass(frozen=True)
-class HeadwiseMethod(ScoringMethod):
-  """A method whose score is a function of one KV head.
-
-  Implement `score_head`; each head keeps the slots with the highest scores.
-  `protected` and `traits` may be overridden, as those of any `ScoringMethod`.
-  """
-
-  @abc.abstractmethod
-  def score_head(self, head: Head) -> Float[Array, " T"]:
-    """Computes a float32 score for every slot; those of empty ones are ignored.
-
-    Args:
-      head: keys, values and queries of one KV head of one row.
-    """
-
-  @final
-  def scores(
-    self, layer: Int[Array, ""], cache: LayerCache, activations: Activations
-  ) -> Float[Array, "B K T"]:
-    """Vmaps `score_head` over rows and KV heads."""
-    del layer
-    return jax.vmap(jax.vmap(self.score_head))(heads_of(cache, activations))
+from kvjax.methods.softmax import softmax
 
 
 def window_queries(
@@ -128,23 +97,3 @@ def window_weights(
     sinks = by_kv_head(sinks.astype(jnp.float32)[None], kv_heads)
     sinks = sinks[..., None, None]
   return softmax(logits, visible, sinks)
-
-
-def softmax(
-  logits: Float[Array, "*B T"],
-  visible: Bool[Array, "*#B T"],
-  sinks: Float[Array, "*#B 1"] | None = None,
-) -> Float[Array, "*B T"]:
-  """Computes the softmax over the visible slots; 0 elsewhere.
-
-  Args:
-    logits: float32.
-    visible: may have no slot at all, in which case the result is 0.
-    sinks: logits of attention sinks, which get a share of the whole.
-  """
-  logits = jnp.where(visible, logits, -jnp.inf)
-  total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-  if sinks is not None:
-    total = jnp.logaddexp(total, sinks)
-  # Without any slot, the total is -inf.
-  return jnp.where(visible, jnp.exp(logits - total), 0.0)
