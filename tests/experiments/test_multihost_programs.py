@@ -1,6 +1,9 @@
 """Two hosts run programs as one does, on meshes and without."""
 
 import json
+import os
+import signal
+import time
 
 import numpy as np
 import pytest
@@ -150,6 +153,55 @@ def test_two_hosts_calibrate_as_one(run_both, mesh):
       assert close(read(two / name), read(one / name))
     else:
       assert (two / name).read_text() == (one / name).read_text()
+
+
+# What each program is told besides, and the file of its lines.
+OF_PROGRAMS = {
+  "compare": (("--methods=full,keydiff", "--retention=0.5"), "samples.jsonl"),
+  "calibrate": (
+    ("--methods=keydiff", "--retention=0.3,0.6", "--others=1", "--held_out=1"),
+    "triples.jsonl",
+  ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", OF_PROGRAMS)
+def test_a_run_that_has_lost_a_host_ends_as_that_of_one(
+  run_binary, tiny_directory, tmp_path, port, program
+):
+  flags, file = OF_PROGRAMS[program]
+  needles = ("--length=320", "--tasks=niah_single_1", "--samples=24")
+  given = (f"--model={tiny_directory}", "--batch=1", *needles, *flags)
+  one, two = tmp_path / "one", tmp_path / "two"
+
+  def start_both():
+    return [
+      start(*given, host=h, port=port, output=two, program=program)
+      for h in range(2)
+    ]
+
+  both = start_both()
+  while not (two / file).is_file():
+    time.sleep(0.01)
+    assert both[0].poll() is None, both[0].communicate()
+  os.kill(both[1].pid, signal.SIGKILL)
+  _, said = both[0].communicate(timeout=300)
+  both[1].communicate()
+  assert both[0].returncode == 143, said
+  before = read(two / file)
+  both = start_both()
+  ended = [process.communicate(timeout=300) for process in both]
+  assert [process.returncode for process in both] == [0, 0], ended
+  after = read(two / file)
+  assert after[: len(before)] == before
+  alone = run_binary(f"kvjax.experiments.{program}", f"--output={one}", *given)
+  assert alone.returncode == 0, alone.stderr
+  assert 0 < len(before) < len(after)
+  if program == "compare":
+    assert answers(two) == answers(one)
+  else:
+    assert after == read(one / file)
 
 
 @pytest.fixture
