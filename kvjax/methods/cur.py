@@ -9,6 +9,7 @@ from jaxtyping import Array, Bool, Float
 
 from kvjax.heads import Head
 from kvjax.methods.headwise import HeadwiseMethod
+from kvjax.methods.leverage import gaussian_sketch
 from kvjax.methods.traits import Traits
 from kvjax.options.bounds import check_least
 
@@ -58,7 +59,8 @@ class Cur(HeadwiseMethod):
     keys, values = head.keys, head.values
     if self.sketch:
       width = max(keys.shape[-1], values.shape[-1])
-      matrix = draw_sketch(self.seed, width, self.sketch)
+      key = jax.random.key(self.seed)
+      matrix = gaussian_sketch(key, width, self.sketch)
       keys = keys @ matrix[: keys.shape[-1]]
       values = values @ matrix[: values.shape[-1]]
     by_key = self._shares(jnp.sum(keys**2, axis=-1), head.valid)
@@ -85,12 +87,6 @@ class Cur(HeadwiseMethod):
     block = number // self.block
     sums = jax.ops.segment_sum(norms, block, -(-len(norms) // self.block))
     return _divide(norms, sums[block])
-
-
-def draw_sketch(seed: int, dim: int, width: int) -> Float[Array, "D R"]:
-  """Draws a projection to `width` dimensions that keeps norms on average."""
-  normals = jax.random.normal(jax.random.key(seed), (dim, width), jnp.float32)
-  return normals * width**-0.5
 
 
 def _divide(

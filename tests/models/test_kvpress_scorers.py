@@ -96,12 +96,12 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def _sketches_of_kvpress(monkeypatch):
-  def draw(seed, dim, width):
-    del seed
+  def draw(key, dim, width):
+    del key
     assert dim == tiny_llama.HEAD_DIM
     return jnp.asarray(tiny_llama.normals(1, width)[0] * width**-0.5)
 
-  monkeypatch.setattr("kvjax.methods.cur.draw_sketch", draw)
+  monkeypatch.setattr("kvjax.methods.cur.gaussian_sketch", draw)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3))
