@@ -91,11 +91,13 @@ def _files_of(module: str) -> tuple[str, ...]:
     return ()
   found: dict[str, pathlib.Path] = {}
   _add_files(module, found)
-  return tuple(
-    f"{name.removeprefix(_PACKAGE).removesuffix(f'_{digest}')}_{digest}"
-    for name, path in found.items()
-    for digest in [_digest(path.read_bytes())]
-  )
+  return tuple(_label(name, path) for name, path in found.items())
+
+
+def _label(name: str, path: pathlib.Path) -> str:
+  digest = _digest(path.read_bytes())
+  # The names of --plugins have it already.
+  return f"{name.removeprefix(_PACKAGE).removesuffix(f'_{digest}')}_{digest}"
 
 
 def _add_files(name: str, found: dict[str, pathlib.Path]) -> None:
@@ -117,7 +119,11 @@ def _add_files(name: str, found: dict[str, pathlib.Path]) -> None:
 
 def _imports(path: pathlib.Path, package: str) -> Iterator[str]:
   """Yields the modules that a file imports, and what they may contain."""
-  for node in ast.walk(ast.parse(files.read_text(path))):
+  try:
+    tree = ast.parse(files.read_text(path))
+  except SyntaxError:  # It has been edited since it was imported.
+    return
+  for node in ast.walk(tree):
     if isinstance(node, ast.Import):
       yield from (alias.name for alias in node.names)
     elif isinstance(node, ast.ImportFrom):
