@@ -1,11 +1,11 @@
-"""Times kvjax beside kvpress, on the same weights, in paired_times.
+"""Times kvjax beside kvpress, on the same weights, in turns.
 
   make peers
   kvjax benchmark_peers --table=prefill
 
 Each library has a process of its own, kvpress in the environment that
 `make peers` sets up. For each line of the table both start anew, load the same
-weights, make a first call, and then take paired_times. The tables:
+weights, make a first call, and then take turns. The tables:
 
 - prefill: prompts whose caches are compressed;
 - decode: tokens after that;

@@ -290,12 +290,12 @@ def _no_flag(name: str) -> str:
       "trials, reproduce, retrieval_recall, calibrate, calibrate_queries, "
       "train_gate and finetune run on several."
     )
+  guess = suggest(name, own)
   if "trials" in own:
     return (
-      f"There is no flag --{_shorten(name)} of trials; flags of evaluate come "
-      "after --, as in kvjax trials --trials=2 -- --methods=keydiff."
+      f"There is no flag --{_shorten(name)} of trials{guess}; flags of evaluate "
+      "come after --, as in kvjax trials --trials=2 -- --methods=keydiff."
     )
-  guess = suggest(name, own)
   flag, meaning = _OF_KVPRESS.get(name, ("", ""))
   if flag in own:
     guess = f"; give --{flag}{meaning}"

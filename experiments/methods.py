@@ -17,6 +17,7 @@ from typing import Any
 
 from absl import flags
 
+from kvjax.errors import InputError
 from kvjax.experiments import cli
 from kvjax.experiments.inputs import plugin_inputs
 from kvjax.registry.names import get_recipe, get_retrieval
@@ -61,9 +62,13 @@ def page(name: str) -> str:
   Raises:
     InputError: it stands for nothing.
   """
-  prefix = name.strip().removesuffix("/")
-  if prefix in WRAPPERS:
+  prefix, _, options = name.strip().removesuffix("/").partition(":")
+  if prefix in WRAPPERS and not options:
     return _page_of_prefix(prefix)
+  if prefix in WRAPPERS and "/" not in options:
+    raise InputError(
+      f"{prefix} stands before a method, as in {name.strip('/ ')}/snapkv."
+    )
   base = name.strip().rpartition("/")[2].partition(":")[0]
   kind = METHODS if METHODS.find(base) is not None else RETRIEVALS
   if kind.find(base) is None:

@@ -11,6 +11,7 @@ import pathlib
 import re
 import shutil
 import tempfile
+import time
 import uuid
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -31,6 +32,8 @@ _LONGEST = 400
 _OF_THIS_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 # Start of the name of a folder that is not yet whole.
 _SCRATCH = "part."
+# Age of one that nobody is writing any more, in seconds.
+_STALE = 86400.0
 # Of digests in the names of folders.
 _DIGITS = 16
 
@@ -87,6 +90,8 @@ def fetch(address: files.Path) -> pathlib.Path:
       if not copy.exists():
         _fetch(place, listed, parent / version)
   except OSError as error:
+    if copy.exists():  # Another program was faster, where no lock holds.
+      return copy
     raise InputError(
       f"{place.address} cannot be copied to {parent}: {files.reason(error)}."
     ) from error
@@ -98,8 +103,10 @@ def _fetch(
 ) -> None:
   """Copies files into a new folder, which gets its name when all are there."""
   for left in folder.parent.glob(f"{_SCRATCH}*"):
-    # By a program that was killed.
-    shutil.rmtree(left, ignore_errors=True)
+    # By a program that was killed. On some file systems, no lock keeps others
+    # from fetching now.
+    if time.time() - left.stat().st_mtime > _STALE:
+      shutil.rmtree(left, ignore_errors=True)
   with tempfile.TemporaryDirectory(
     prefix=_SCRATCH, dir=folder.parent, ignore_cleanup_errors=True
   ) as scratch:
@@ -224,7 +231,9 @@ class Place(NamedTuple):
         with _explained(self.address, "read", but=_OF_THIS_DISK):
           self.store.get_file(self._at(name), str(path))
         size, here = about.get("size"), path.stat().st_size
-        if size is not None and here != size:
+        # What is stored compressed may come as it was.
+        encoded = about.get("contentEncoding")
+        if size is not None and here != size and not encoded:
           raise InputError(
             f"{self.address} cannot be read: of {name or self.name}, {here:,} "
             f"of {size:,} bytes have come; try again."

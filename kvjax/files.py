@@ -223,7 +223,12 @@ def append(path: Path, content: bytes) -> None:
 
 
 def sync(path: Path) -> None:
-  """Puts a file, or the names in a folder, on the disk."""
+  """Puts a file, or the names in a folder, on the disk.
+
+  Windows does neither for what is open for reading only.
+  """
+  if os.name == "nt":
+    return
   number = os.open(path, os.O_RDONLY)
   try:
     os.fsync(number)
@@ -236,7 +241,7 @@ def locked(folder: Path) -> Iterator[None]:
   """Keeps other programs from working on a folder; a kill ends it."""
   try:
     import fcntl
-  except ImportError:  # Windows: whoever is last replaces equal files.
+  except ImportError:  # Windows: programs may work at the same time.
     yield
     return
   number = os.open(folder, os.O_RDONLY)

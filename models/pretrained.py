@@ -31,16 +31,19 @@ from kvjax.registry.names import get_plan
 from kvjax.repeat_request import RepeatRequest
 
 DTYPES = ("bfloat16", "float32")
-# Fields of generation_config.json that change what transformers draws, and the
-# values with which they do not.
-_UNUSED = {
+# Fields of generation_config.json that change what transformers answers, and
+# the values with which they do not. The others matter where it samples.
+_UNUSED_ALWAYS = {
+  "repetition_penalty": 1.0,
+  "no_repeat_ngram_size": 0,
+  "num_beams": 1,
+  "penalty_alpha": 0.0,
+}
+_UNUSED = _UNUSED_ALWAYS | {
   "min_p": 0.0,
   "typical_p": 1.0,
   "epsilon_cutoff": 0.0,
   "eta_cutoff": 0.0,
-  "repetition_penalty": 1.0,
-  "no_repeat_ngram_size": 0,
-  "num_beams": 1,
 }
 
 
@@ -112,7 +115,7 @@ class Pretrained:
     `questions` end the message that the chat template begins here. The prompts
     have the request to repeat them, which methods such as KVzip need. As in
     transformers, a special token that is written in a text, such as <|im_end|>,
-    becomes that token: remove it from texts of strangers.
+    becomes that token: remove it from untrusted text.
 
     Args:
       texts: a text, or a list with one for each row.
@@ -172,15 +175,22 @@ class Pretrained:
   def sampling(self) -> Sampling:
     """The model's default sampling; greedy if it defines none.
 
-    It uses temperature, top_k and top_p, each only if it is given. Of other
-    fields that change what is drawn, such as penalties, a warning says that
-    they are not used.
+    It uses temperature, top_k and top_p, each only if it is given. A warning
+    names other fields that change what transformers answers, such as penalties.
 
     Raises:
       InputError: one of them is no number, or out of range.
     """
     given = {k: v for k, v in self.generation.items() if v is not None}
     do_sample = given.get("do_sample", False)
+    neutral = _UNUSED_ALWAYS if do_sample is False else _UNUSED
+    ignored = [
+      name for name in neutral if given.get(name, 0) not in (0, neutral[name])
+    ]
+    if ignored:
+      warn(
+        f"generation_config.json has {', '.join(ignored)}, which kvjax ignores."
+      )
     if do_sample is False:
       return GREEDY
     numbers = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
@@ -194,16 +204,8 @@ class Pretrained:
         f"generation_config.json has {format_value(given[name])} for {name!r}, "
         "which is no value of it; correct it or leave it out."
       )
-    unused = [
-      name
-      for name, neutral in _UNUSED.items()
-      if given.get(name, neutral) != neutral
-    ]
-    if unused:
-      warn(
-        f"generation_config.json has {', '.join(unused)}, which answers here "
-        "do not use."
-      )
+    if numbers["temperature"] == 0:
+      return GREEDY
     try:
       return Sampling(
         temperature=float(numbers["temperature"]),

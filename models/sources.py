@@ -80,7 +80,7 @@ def find(model: str | os.PathLike[str]) -> Source:
   if not isinstance(model, str | os.PathLike) or not str(model).strip():
     raise InputError(
       "A model is a name, such as 'reference', or the path of its directory or "
-      f"GGUF file; {model!r} is none."
+      f"GGUF file, not {model!r}."
     )
   if is_address(model):
     model = fetch(model)

@@ -3,8 +3,8 @@
   python -m kvjax.experiments.kept.pictures
 
 writes docs/images/kept_PAGE.png for the pages of docs/methods, from one prefill
-of a prompt of 376 tokens by SmolLM2-135M-Instruct. It takes two minutes on two
-cores.
+of a prompt of 376 tokens by SmolLM2-135M-Instruct. The networks of KVzap are
+those that `make leaderboard` trains first. It takes two minutes on two cores.
 """
 
 import pathlib
@@ -45,6 +45,7 @@ PAGES = {
     *("pyramidkv", "adakv", "criticaladakv", "duoattention", "simlayerkv"),
   ),
   "expected": ("expected_attention", "qfilters"),
+  "gates": ("kvzap:gate=results/leaderboard/gate",),
   "decoding": ("rkv",),
   "retrieval": (
     *("flat", "quest", "shadowkv", "magicpig", "clusterkv", "squeezed"),

@@ -7,7 +7,7 @@ import hashlib
 import importlib.util
 import pathlib
 import sys
-import sysconfig
+import tokenize
 import types
 from collections.abc import Iterator, Sequence
 
@@ -20,7 +20,8 @@ _PACKAGE = "kvjax_plugins."
 _DIGITS = 8
 # Packages whose files are not of a method's author.
 _LIBRARIES = {"kvjax", "jax", *sys.stdlib_module_names}
-_INSTALLED = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
+# Folders of what is installed.
+_INSTALLED = {"site-packages", "dist-packages"}
 
 
 def load(paths: Sequence[str]) -> None:
@@ -51,7 +52,7 @@ def _run(path: pathlib.Path) -> None:
     raise InputError(
       f"{path} is no Python: {error.msg}, line {error.lineno}."
     ) from error
-  digest = _digest(text.encode())
+  digest = _digest(path.read_bytes())
   name = f"{_PACKAGE}{path.stem}_{digest}"
   if name in sys.modules:
     return
@@ -110,7 +111,7 @@ def _add_files(name: str, found: dict[str, pathlib.Path]) -> None:
   for imported in _imports(path, getattr(module, "__package__", None) or ""):
     package = imported.partition(".")[0]
     other = getattr(sys.modules.get(imported), "__file__", None) or ""
-    installed = any(map(other.startswith, _INSTALLED))
+    installed = bool(_INSTALLED & {*pathlib.Path(other).parts})
     if package not in _LIBRARIES and (
       not installed or package == name.partition(".")[0]
     ):
@@ -120,7 +121,8 @@ def _add_files(name: str, found: dict[str, pathlib.Path]) -> None:
 def _imports(path: pathlib.Path, package: str) -> Iterator[str]:
   """Yields the modules that a file imports, and what they may contain."""
   try:
-    tree = ast.parse(files.read_text(path))
+    with tokenize.open(path) as file:
+      tree = ast.parse(file.read())
   except SyntaxError:  # It has been edited since it was imported.
     return
   for node in ast.walk(tree):

@@ -159,10 +159,17 @@ def _check_lengths(
   longest = tokens[np.argmax(totals)]
   limit = model.geometry.max_positions
   if totals.max() > limit:
+    worst = np.argmax(totals)
+    room = limit - lengths[worst] - (longest - counts[worst])
+    advice = (
+      f"Give the method chunk={room} or less, or shorten"
+      if (0 < room < counts[worst])
+      else "Shorten"
+    )
     raise InputError(
       f"The prompt, with {longest} tokens to replay a chunk of it, has "
-      f"{totals.max()} tokens; this model's context is {limit}. Give the "
-      "method a smaller chunk, such as chunk=512, or shorten the prompt."
+      f"{totals.max()} tokens; this model's context is {limit}. {advice} the "
+      "prompt."
     )
 
 

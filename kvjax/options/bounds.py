@@ -150,30 +150,46 @@ def check_options(method: Any) -> None:
 def check_value(made: Any) -> None:
   """Refuses a value that compiled programs cannot tell from another one.
 
-  They are found by its fields, which must be hashable, and hold all of it.
+  They are found by its fields, which must be hashable, and hold all of it. What
+  a frozen dataclass derives from its fields has a name that starts with an
+  underscore.
 
   Raises:
-    InputError: it is not a frozen dataclass, or holds more than its fields.
+    InputError: it, or a part, is not a frozen dataclass, or holds more than its
+      fields.
   """
   name = type(made).__name__
-  fields = [field.name for field in dataclasses.fields(made)]
+  fields = {field.name: field for field in dataclasses.fields(made)}
+  derives = "__dataclass_fields__" in vars(type(made))
   for hidden in getattr(made, "__dict__", {}):
     cached = getattr(type(made), hidden, None)
-    if hidden in fields or isinstance(cached, functools.cached_property):
+    if (
+      hidden in fields
+      or (derives and hidden.startswith("_"))
+      or isinstance(cached, functools.cached_property)
+    ):
       continue
     raise InputError(
       f"{name} holds {hidden!r}, which is no field, so that its values look "
       "alike; write @dataclasses.dataclass(frozen=True) before the class, and "
       f"a field such as {hidden}: float = 1.0 instead of __init__."
     )
-  for field in fields:
-    try:
-      hash(getattr(made, field))
-    except TypeError as error:
-      kind = type(getattr(made, field)).__name__
+  for field_name, field in fields.items():
+    value = getattr(made, field_name)
+    if field.init and not (field.compare and field.hash is not False):
       raise InputError(
-        f"The field {field!r} of {name} is a {kind}, which has no hash; give "
-        "a number, a text or a tuple of them, and load arrays in `load`."
+        f"The field {field_name!r} of {name} is left out of comparisons, so "
+        "that its values look alike; leave out compare=False and hash=False."
+      )
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+      check_value(value)
+    try:
+      hash(value)
+    except TypeError as error:
+      kind = type(value).__name__
+      raise InputError(
+        f"The field {field_name!r} of {name} is a {kind}, which has no hash; "
+        "give a number, a text or a tuple of them, and load arrays in `load`."
       ) from error
   try:
     hash(made)

@@ -54,6 +54,14 @@ def check_slots(
         f"tokens always stay (protects); it evicts "
         f"{sorted(newest - {*places})} {where}.",
       )
+      sinks = subject.traits.sinks
+      fits = len(places) >= sinks + subject.traits.protects
+      first = set(range(min(sinks, length) if fits else 0))
+      require(
+        first <= {*places},
+        f"The traits of {name} say that the first {sinks} tokens always stay "
+        f"(sinks); it evicts {sorted(first - {*places})} {where}.",
+      )
     all_heads.append(heads)
   return all_heads
 

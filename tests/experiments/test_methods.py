@@ -58,6 +58,8 @@ def test_a_page_has_options_values_and_presets():
     ("pyramid/", ["beta", "20.0"]),
   ]:
     assert row in map(str.split, methods.page(name).splitlines())
+  with pytest.raises(InputError, match=r"as in ada:alpha=0\.5/snapkv"):
+    methods.page("ada:alpha=0.5/")
   with pytest.raises(InputError, match="'snapkv' has no option 'windo'"):
     methods.page("snapkv:windo=8")
   with pytest.raises(InputError, match=r"no method 'ctkv' .did you mean ctkvr"):

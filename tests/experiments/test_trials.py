@@ -92,12 +92,14 @@ def test_flags_of_the_trials_own_are_refused(refusal, tmp_path, flag):
   assert f"{flag} does not go after --" in told
 
 
-@pytest.mark.slow
 def test_flags_of_evaluate_come_after_the_dashes(refusal):
   told = refusal("kvjax.experiments.trials", "--trials=2", "--methods=keydiff")
-  assert "no flag --methods of trials; flags of evaluate come after --" in told
+  assert "flags of evaluate come after --, as in kvjax trials" in told
+  told = refusal("kvjax.experiments.trials", "--trails=2")
+  assert "no flag --trails of trials (did you mean trials" in told
 
 
+@pytest.mark.slow
 def test_what_they_cost_is_said_before_they_run(
   run_binary, tiny_directory, tmp_path
 ):

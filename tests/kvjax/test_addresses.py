@@ -1,5 +1,6 @@
 """Files and folders at addresses, of which fsspec has one in memory."""
 
+import contextlib
 import errno
 import json
 import os
@@ -158,10 +159,30 @@ def test_what_a_killed_program_has_left_is_removed(store, tmp_path):
   parent = addresses.fetch(RUN).parents[1]
   (parent / "part.abcdefgh").mkdir()
   (parent / "part.abcdefgh" / "a").write_bytes(b"1")
+  os.utime(parent / "part.abcdefgh", (0, 0))
+  # It may be one that is fetching, where no lock holds.
+  (parent / "part.ijklmnop").mkdir()
   store.pipe_file("/bucket/run/a", b"2")
   copy = addresses.fetch(RUN)
-  assert len(list(parent.iterdir())) == 2
+  assert len(list(parent.iterdir())) == 3
+  assert (parent / "part.ijklmnop").exists()
   assert read(copy) == {"a": "2"}
+
+
+def test_programs_fetch_at_the_same_time_without_a_lock(store, monkeypatch):
+  monkeypatch.setattr(files, "locked", lambda folder: contextlib.nullcontext())
+  store.pipe_file("/bucket/run/a", b"1")
+  real = MemoryFileSystem.get_file
+  found = []
+
+  def meanwhile(self, source, target, **options):
+    monkeypatch.setattr(MemoryFileSystem, "get_file", real)
+    found.append(addresses.fetch(RUN))
+    return real(self, source, target, **options)
+
+  monkeypatch.setattr(MemoryFileSystem, "get_file", meanwhile)
+  assert [addresses.fetch(RUN)] == found
+  assert read(found[0]) == {"a": "1"}
 
 
 def test_threads_fetch_at_the_same_time_once(store, copies):

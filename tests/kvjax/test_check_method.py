@@ -127,6 +127,15 @@ class Protective(Norm):
 
 
 @dataclasses.dataclass(frozen=True)
+class Sinking(Protective):
+  """Says that the first ones stay."""
+
+  @property
+  def traits(self):
+    return Traits(sinks=3)
+
+
+@dataclasses.dataclass(frozen=True)
 class Selecting(Method):
   """The first tokens, or what else `slots` makes of them."""
 
@@ -222,6 +231,7 @@ WRONG = {
   "sees batch mates": (Sociable(), "batch mates"),
   "sees padding": (FromTheEnd(), "padding"),
   "protects nothing": (Protective(), "last 3 tokens always stay"),
+  "protects no sinks": (Sinking(), "first 3 tokens always stay"),
   "out of range": (
     Beyond(),
     "selects slot 6[4-9] of a layer whose slots are 0",

@@ -8,6 +8,7 @@ import pytest
 import kvjax
 from kvjax.errors import InputError
 from kvjax.methods import HeadwiseMethod
+from kvjax.methods.rerotated import Rerotated
 from kvjax.retrieval import Flat
 from kvjax.testing import TinyModel, check_method
 
@@ -70,9 +71,26 @@ class Listed(Norm):
   powers: list[float] = dataclasses.field(default_factory=lambda: [1.0])
 
 
+@dataclasses.dataclass(frozen=True)
+class Uncompared(Norm):
+  power: float = dataclasses.field(default=1.0, compare=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Halved(Norm):
+  """What it derives from its fields is no other value."""
+
+  power: float = 1.0
+
+  def __post_init__(self):
+    object.__setattr__(self, "_half", self.power / 2)
+
+
 @pytest.mark.parametrize(
   ("made", "said"),
   [
+    (Uncompared, "The field 'power' of Uncompared is left out of comparisons"),
+    (lambda: Rerotated(Hidden()), "Hidden holds 'power', which is no field"),
     (Hidden, "Hidden holds 'power', which is no field, so that its values"),
     (Listed, "The field 'powers' of Listed is a list, which has no hash"),
   ],
@@ -85,6 +103,10 @@ def test_values_that_programs_cannot_tell_apart(registry, made, said):
   ):
     with pytest.raises(InputError, match=said):
       use()
+
+
+def test_what_follows_from_fields_may_be_kept():
+  assert kvjax.Plan(Halved(3.0), 8).method._half == 1.5
 
 
 def test_an_index_that_programs_cannot_tell_apart():

@@ -152,7 +152,7 @@ def test_the_reference_model_has_a_name(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("given", [None, "", " ", 3])
 def test_what_is_no_name_of_a_model(untyped, given):
-  with pytest.raises(InputError, match=r"A model is a name, .*; .* is none"):
+  with pytest.raises(InputError, match=r"A model is a name, .* file, not "):
     load(given)
 
 

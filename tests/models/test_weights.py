@@ -234,8 +234,14 @@ def test_generation_defaults(directory):
   penalties = {"repetition_penalty": 1.3, "min_p": 0.2, "typical_p": 1.0}
   path.write_text(json.dumps(fields | penalties))
   lm = load(directory)
-  with pytest.warns(InputWarning, match="has min_p, repetition_penalty, which"):
+  with pytest.warns(InputWarning, match="has repetition_penalty, min_p, which"):
     assert lm.sampling == Sampling(temperature=0.6, top_k=20)
+  path.write_text(json.dumps(penalties))
+  lm = load(directory)
+  with pytest.warns(InputWarning, match="has repetition_penalty, which kvjax"):
+    assert lm.sampling == GREEDY
+  path.write_text(json.dumps(fields | {"temperature": 0}))
+  assert load(directory).sampling == GREEDY
   path.write_text(json.dumps(fields | {"temperature": -1}))
   lm = load(directory)
   with pytest.raises(InputError, match=r"config\.json: temperature must be"):
