@@ -293,8 +293,9 @@ def _no_flag(name: str) -> str:
   guess = suggest(name, own)
   if "trials" in own:
     return (
-      f"There is no flag --{_shorten(name)} of trials{guess}; flags of evaluate "
-      "come after --, as in kvjax trials --trials=2 -- --methods=keydiff."
+      f"There is no flag --{_shorten(name)} of trials{guess}; flags of "
+      "evaluate come after --, as in kvjax trials --trials=2 -- "
+      "--methods=keydiff."
     )
   flag, meaning = _OF_KVPRESS.get(name, ("", ""))
   if flag in own:
