@@ -1,5 +1,6 @@
 """Counts the heads that keep or read each token of a text."""
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -105,7 +106,8 @@ def head_counts(
 def _positions(layer: Layer, last: Activations | None) -> Int[np.ndarray, " U"]:
   """Returns the positions that heads attend to, concatenated over heads."""
   if not isinstance(layer, SparseLayer):
-    return np.concatenate(layer.row_positions(0), dtype=np.int64)
+    heads = layer.row_positions(0)
+    return np.array([*itertools.chain.from_iterable(heads)], np.int64)
   assert last is not None
   parts = [layer.resident.positions, _retrieved_positions(layer, last)]
   positions = np.concatenate([np.ravel(x) for x in parts])

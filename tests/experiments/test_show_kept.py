@@ -7,6 +7,7 @@ import pathlib
 
 import numpy as np
 import pytest
+from made_up_gates import write_kvzap
 
 import kvjax
 from kvjax.experiments.kept import counts, page, pictures
@@ -53,6 +54,15 @@ def test_counts_are_those_of_the_positions_that_heads_hold(tiny):
     assert (one.cache_bytes, one.full_bytes) == (cache.nbytes, full.nbytes)
   assert found[1].heads.sum() == found[0].heads.sum() == LAYERS * HEADS * 20
   assert len(set(found[2].heads.sum(axis=1).tolist())) == LAYERS
+
+
+def test_heads_may_keep_nothing(tiny, tmp_path):
+  gate = write_kvzap(tmp_path / "gate", 32, 2, 2)
+  (found,) = _kept(tiny, [f"kvzap:gate={gate}"], kvjax.Tokens(1))
+  (_, cache) = _caches(tiny, [found])
+  heads = [head for layer in kept_positions(cache, 0) for head in layer]
+  assert min(map(len, heads)) == 0
+  assert found.heads.sum() == sum(map(len, heads)) > 0
 
 
 @pytest.fixture(scope="module")
