@@ -285,7 +285,7 @@ def check_context(
   longest = int(lengths.max())
   if longest > limit:
     raise InputError(
-      f"{what} has {longest} tokens; this model's context is {limit}. Shorten "
+      f"{what} has {longest} tokens; this model's context is {limit}: shorten "
       "it, or take a model with a longer context."
     )
 

@@ -162,13 +162,13 @@ def _check_lengths(
     worst = np.argmax(totals)
     room = limit - lengths[worst] - (longest - counts[worst])
     advice = (
-      f"Give the method chunk={room} or less, or shorten"
+      f"give the method chunk={room} or less, or shorten"
       if (0 < room < counts[worst])
-      else "Shorten"
+      else "shorten"
     )
     raise InputError(
       f"The prompt, with {longest} tokens to replay a chunk of it, has "
-      f"{totals.max()} tokens; this model's context is {limit}. {advice} the "
+      f"{totals.max()} tokens; this model's context is {limit}: {advice} the "
       "prompt."
     )
 

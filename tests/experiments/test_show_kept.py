@@ -213,7 +213,7 @@ def test_the_binary_writes_a_page_and_nothing_else(
     (["--retention=1"], "Nothing is left out; give a method and less"),
     (["--methods=streaming:rerotate=true"], "renumbers what it keeps"),
     (["--text=none.txt"], "none.txt cannot be read: No such file"),
-    ([], "tokens; this model's context is 512."),
+    ([], "tokens; this model's context is 512:"),
     (["--output=."], ". cannot be written: Is a directory."),
   ],
   ids=str,
