@@ -121,7 +121,7 @@ peers: .peers/.ready
 
 peer-kernels: .libtpu/.ready .cuda/.ready
 	@PYTHONPATH=.libtpu:.cuda JAX_PLATFORMS=cpu \
-	  $(BIN)/python -m kvjax.experiments.compiling.peer_table
+	  $(BIN)/python -m kvjax.experiments.compilation.peer_table
 
 clean:
 	@rm -rf .venv .docs .libtpu .cuda .adapters .peers .mypy_cache \

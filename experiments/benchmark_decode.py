@@ -46,7 +46,7 @@ import kvjax
 from kvjax.errors import InputError
 from kvjax.experiments import cli, refusals
 from kvjax.experiments.benchmarks.needle.definition import Grid, needle_samples
-from kvjax.experiments.compiling.published import SHIPPED
+from kvjax.experiments.compilation.published import SHIPPED
 from kvjax.experiments.inputs import budget_inputs, run_inputs
 from kvjax.experiments.report import benchmark_tables, wording
 from kvjax.experiments.run import outputs

@@ -32,7 +32,7 @@ from absl import flags
 from kvjax import files
 from kvjax.errors import InputError
 from kvjax.experiments import cli
-from kvjax.experiments.compiling.published import SHIPPED, Published
+from kvjax.experiments.compilation.published import SHIPPED, Published
 from kvjax.experiments.run import children, outputs
 from kvjax.experiments.run.sentences import say
 from kvjax.experiments.timing import device_steps

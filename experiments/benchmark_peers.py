@@ -52,7 +52,7 @@ from absl import flags
 import kvjax
 from kvjax.errors import InputError
 from kvjax.experiments import cli, refusals
-from kvjax.experiments.compiling.published import SHIPPED
+from kvjax.experiments.compilation.published import SHIPPED
 from kvjax.experiments.inputs import run_inputs
 from kvjax.experiments.peers import cases, paired_times, workers
 from kvjax.experiments.report import benchmark_tables, wording

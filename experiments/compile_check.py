@@ -35,12 +35,12 @@ import jax
 from absl import flags
 
 from kvjax.experiments import cli, refusals
-from kvjax.experiments.compiling import chips, programs
-from kvjax.experiments.compiling.engine_programs import engine_programs
-from kvjax.experiments.compiling.kernel_programs import kernel_programs
-from kvjax.experiments.compiling.outcomes import chosen, finish, quick
-from kvjax.experiments.compiling.programs import Outcome, Program
-from kvjax.experiments.compiling.published import LLAMA
+from kvjax.experiments.compilation import chips, programs
+from kvjax.experiments.compilation.engine_programs import engine_programs
+from kvjax.experiments.compilation.kernel_programs import kernel_programs
+from kvjax.experiments.compilation.outcomes import chosen, finish, quick
+from kvjax.experiments.compilation.programs import Outcome, Program
+from kvjax.experiments.compilation.published import LLAMA
 from kvjax.experiments.run import outputs
 from kvjax.experiments.run.progress_bar import progress_bar
 from kvjax.kernels.programs import Platform

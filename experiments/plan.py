@@ -30,9 +30,9 @@ from kvjax.cache.sharding import parse_sizes
 from kvjax.errors import InputError
 from kvjax.experiments import cli, exits, refusals
 from kvjax.experiments.calibration.record_files import Auto
-from kvjax.experiments.compiling import chips
-from kvjax.experiments.compiling.engine_programs import Use
-from kvjax.experiments.compiling.published import SHIPPED, Published
+from kvjax.experiments.compilation import chips
+from kvjax.experiments.compilation.engine_programs import Use
+from kvjax.experiments.compilation.published import SHIPPED, Published
 from kvjax.experiments.inputs import budget_inputs
 from kvjax.experiments.planning import (
   batches,

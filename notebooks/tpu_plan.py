@@ -83,7 +83,7 @@ import numpy as np
 
 import kvjax
 from kvjax.cache.base import AXES
-from kvjax.experiments.compiling.published import LLAMA
+from kvjax.experiments.compilation.published import LLAMA
 
 TOKENS, NEW = 131_072 - 128, 128
 PLANS = {
@@ -187,7 +187,7 @@ plt.show()
 if importlib.util.find_spec("libtpu") is None:
   print("No libtpu here: pip install libtpu, or read docs/tpu_compile.md.")
 else:
-  from kvjax.experiments.compiling import chips, engine_programs
+  from kvjax.experiments.compilation import chips, engine_programs
 
   chips.prepare_libtpu()
   chip = chips.Chip.load("v5e")

@@ -3,7 +3,7 @@
 import math
 from typing import NamedTuple
 
-from kvjax.experiments.compiling.chips import Chip
+from kvjax.experiments.compilation.chips import Chip
 from kvjax.experiments.planning.compiling import Needs, Planned
 
 

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import jax
 
 from kvjax.errors import InputError
-from kvjax.experiments.compiling.chips import Chip
-from kvjax.experiments.compiling.engine_programs import (
+from kvjax.experiments.compilation.chips import Chip
+from kvjax.experiments.compilation.engine_programs import (
   Use,
   lower_decode,
   lower_prefill,

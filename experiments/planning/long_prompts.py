@@ -15,10 +15,10 @@ import kvjax
 from kvjax import files
 from kvjax.cache.sharding import parse_sizes
 from kvjax.experiments import cli
-from kvjax.experiments.compiling import chips
-from kvjax.experiments.compiling.chips import Chip
-from kvjax.experiments.compiling.engine_programs import Use
-from kvjax.experiments.compiling.published import LLAMA
+from kvjax.experiments.compilation import chips
+from kvjax.experiments.compilation.chips import Chip
+from kvjax.experiments.compilation.engine_programs import Use
+from kvjax.experiments.compilation.published import LLAMA
 from kvjax.experiments.planning.compiling import Planned, compile_use
 from kvjax.experiments.planning.slices import find_slice
 from kvjax.experiments.report import formats, page_parts

@@ -4,8 +4,8 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 
 import kvjax
-from kvjax.experiments.compiling.chips import Chip
-from kvjax.experiments.compiling.engine_programs import Use
+from kvjax.experiments.compilation.chips import Chip
+from kvjax.experiments.compilation.engine_programs import Use
 from kvjax.experiments.planning.batches import (
   Batches,
   Line,

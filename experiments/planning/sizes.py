@@ -11,8 +11,8 @@ from kvjax.cache.cache import Cache
 from kvjax.cache.layers import Slots
 from kvjax.cache.packed import PackedLayer, Pages
 from kvjax.cache.sparse import SparseLayer
-from kvjax.experiments.compiling.chips import Chip
-from kvjax.experiments.compiling.engine_programs import (
+from kvjax.experiments.compilation.chips import Chip
+from kvjax.experiments.compilation.engine_programs import (
   Use,
   cache_shapes,
   compiling_for,

@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterator, Mapping
 
 from kvjax.errors import InputError
-from kvjax.experiments.compiling.chips import Chip
+from kvjax.experiments.compilation.chips import Chip
 from kvjax.registry.parsing import suggest
 
 

@@ -25,8 +25,8 @@ from kvjax.cache.sharding import parse_mesh, split_mesh
 from kvjax.engine.capacity import grow_for, prepare_decoding
 from kvjax.engine.decode import DecodedTokens, DecodingInputs, decode
 from kvjax.experiments import cli
-from kvjax.experiments.compiling.engine_programs import placed_shapes
-from kvjax.experiments.compiling.published import Published
+from kvjax.experiments.compilation.engine_programs import placed_shapes
+from kvjax.experiments.compilation.published import Published
 from kvjax.experiments.report import page_parts
 from kvjax.kernels.compiled.collectives import (
   Collective,

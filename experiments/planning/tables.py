@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from kvjax.experiments.compiling.engine_programs import Use
+from kvjax.experiments.compilation.engine_programs import Use
 from kvjax.experiments.planning.batches import Batches
 from kvjax.experiments.planning.bounds import Bound, step_bound
 from kvjax.experiments.planning.compiling import Needs, Planned, Sent

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from kvjax.errors import InputError
-from kvjax.experiments.compiling.published import Published
+from kvjax.experiments.compilation.published import Published
 from kvjax.models.config import DecoderConfig
 from kvjax.models.decoder import Decoder
 from kvjax.models.language_model import DecoderModel, from_decoder

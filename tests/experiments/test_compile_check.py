@@ -12,15 +12,15 @@ from made_up_kernel import twice
 import kvjax
 from kvjax import kernels
 from kvjax.errors import InputError
-from kvjax.experiments.compiling import (
+from kvjax.experiments.compilation import (
   chips,
   engine_programs,
   kernel_programs,
   outcomes,
   tables,
 )
-from kvjax.experiments.compiling.programs import Outcome, compiled, find_fault
-from kvjax.experiments.compiling.published import LLAMA
+from kvjax.experiments.compilation.programs import Outcome, compiled, find_fault
+from kvjax.experiments.compilation.published import LLAMA
 from kvjax.kernels.dispatch import dispatch
 from kvjax.kernels.programs import Programs
 from kvjax.kernels.specs import Spec

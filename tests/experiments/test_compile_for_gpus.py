@@ -9,8 +9,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from made_up_chip import program
 
 import kvjax
-from kvjax.experiments.compiling import chips, engine_programs, kernel_programs
-from kvjax.experiments.compiling.programs import compiled
+from kvjax.experiments.compilation import (
+  chips,
+  engine_programs,
+  kernel_programs,
+)
+from kvjax.experiments.compilation.programs import compiled
 from kvjax.kernels.specs import Spec, named_specs
 
 pytestmark = pytest.mark.cuda

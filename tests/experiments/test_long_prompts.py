@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from kvjax.experiments.compiling import chips
-from kvjax.experiments.compiling.engine_programs import (
+from kvjax.experiments.compilation import chips
+from kvjax.experiments.compilation.engine_programs import (
   lower_decode,
   lower_prefill,
 )

@@ -7,12 +7,6 @@ FOLDERS = [path.parent for path in ROOT.rglob("__init__.py")]
 MODULES = [*FOLDERS, *(path.with_suffix("") for path in ROOT.rglob("*.py"))]
 
 
-def test_no_two_names_differ_by_an_s():
-  names = {path.name for path in MODULES}
-  assert {"compare", "report"} <= names
-  assert not {name for name in names if f"{name}s" in names}
-
-
 def test_no_module_is_named_as_a_folder_at_the_top():
   top = {path.name for path in FOLDERS if path.parent == ROOT}
   assert "report" in top

@@ -10,9 +10,9 @@ from made_up_chip import chip
 
 import kvjax
 from kvjax.engine.feed import feed
-from kvjax.experiments.compiling import engine_programs
-from kvjax.experiments.compiling.engine_programs import Use
-from kvjax.experiments.compiling.published import Published
+from kvjax.experiments.compilation import engine_programs
+from kvjax.experiments.compilation.engine_programs import Use
+from kvjax.experiments.compilation.published import Published
 from kvjax.experiments.planning.step_collectives import LAYERS, MODEL
 from kvjax.kernels.compiled.collectives import collectives
 from kvjax.kernels.compiled.hlo import Module

@@ -6,8 +6,8 @@ import jax
 import pytest
 from made_up_chip import chip, footprint, program
 
-from kvjax.experiments.compiling import peer_kernels, peer_table
-from kvjax.experiments.compiling.programs import Outcome
+from kvjax.experiments.compilation import peer_kernels, peer_table
+from kvjax.experiments.compilation.programs import Outcome
 from kvjax.experiments.report import page_parts
 from kvjax.kernels.paged_attention.specs import SPECS
 

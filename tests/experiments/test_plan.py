@@ -11,8 +11,8 @@ from tiny_published import TINY
 
 import kvjax
 from kvjax.errors import InputError
-from kvjax.experiments.compiling import chips, engine_programs
-from kvjax.experiments.compiling.published import LLAMA
+from kvjax.experiments.compilation import chips, engine_programs
+from kvjax.experiments.compilation.published import LLAMA
 from kvjax.experiments.planning import (
   batches,
   bounds,

@@ -9,7 +9,7 @@ from tiny_published import TINY
 
 from kvjax.cache.sharding import parse_mesh
 from kvjax.errors import InputError
-from kvjax.experiments.compiling.published import LLAMA, SHIPPED, Published
+from kvjax.experiments.compilation.published import LLAMA, SHIPPED, Published
 
 # Parameters as their pages at huggingface.co count them.
 PARAMETERS = {

@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from kvjax.errors import InputError
-from kvjax.experiments.compiling import chips
+from kvjax.experiments.compilation import chips
 from kvjax.experiments.planning import slices
 
 

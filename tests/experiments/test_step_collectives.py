@@ -6,7 +6,7 @@ import re
 import pytest
 from made_up_gates import write_fast_kvzip, write_kvzap
 
-from kvjax.experiments.compiling.published import Published
+from kvjax.experiments.compilation.published import Published
 from kvjax.experiments.planning import step_collectives
 from kvjax.experiments.planning.step_collectives import (
   ALIKE,

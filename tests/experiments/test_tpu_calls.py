@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from made_up_chip import chip
 
-from kvjax.experiments.compiling import calls
+from kvjax.experiments.compilation import calls
 
 
 @functools.partial(jax.jit, donate_argnums=0)

@@ -10,9 +10,9 @@ from made_up_chip import MIB, program
 
 import kvjax
 from kvjax import kernels
-from kvjax.experiments.compiling import chips, engine_programs
-from kvjax.experiments.compiling.programs import compiled
-from kvjax.experiments.compiling.published import LLAMA
+from kvjax.experiments.compilation import chips, engine_programs
+from kvjax.experiments.compilation.programs import compiled
+from kvjax.experiments.compilation.published import LLAMA
 from kvjax.kernels.compiled.hlo import Module
 from kvjax.kernels.compiled.host_arrays import copied_from_host
 

@@ -11,11 +11,11 @@ import kvjax
 from kvjax.cache.sharding import parse_mesh
 from kvjax.engine import blocks
 from kvjax.engine.preparing import prepare_repeated
-from kvjax.experiments.compiling.engine_programs import (
+from kvjax.experiments.compilation.engine_programs import (
   placed_shapes,
   share_bytes,
 )
-from kvjax.experiments.compiling.published import LLAMA
+from kvjax.experiments.compilation.published import LLAMA
 from kvjax.kernels.attention import chunked
 from kvjax.kernels.compiled.collectives import (
   Collective,

@@ -198,7 +198,7 @@ def test_a_plan_counts_the_bytes_of_weights_and_caches(execute):
 
 @pytest.mark.libtpu
 def test_a_plan_names_the_memory_of_chips():
-  from kvjax.experiments.compiling import chips
+  from kvjax.experiments.compilation import chips
 
   (cell,) = (text for _, text in _cells(TPU_PLAN) if "CHIPS = {" in text)
   names = {}

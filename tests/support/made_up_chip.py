@@ -1,7 +1,7 @@
 """A chip, a program and its memory, for tests of what is compiled."""
 
-from kvjax.experiments.compiling import chips
-from kvjax.experiments.compiling.programs import Program
+from kvjax.experiments.compilation import chips
+from kvjax.experiments.compilation.programs import Program
 from kvjax.kernels.compiled.footprints import Footprint
 
 MIB = 2**20

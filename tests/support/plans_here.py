@@ -6,8 +6,8 @@ import jax
 from tiny_published import TINY
 
 import kvjax
-from kvjax.experiments.compiling import chips
-from kvjax.experiments.compiling.engine_programs import Use
+from kvjax.experiments.compilation import chips
+from kvjax.experiments.compilation.engine_programs import Use
 from kvjax.experiments.planning.compiling import Needs, Planned, Sent
 from kvjax.experiments.planning.sizes import Sizes
 

@@ -1,6 +1,6 @@
 """A decoder whose programs compile in no time, as a published model."""
 
-from kvjax.experiments.compiling.published import Published
+from kvjax.experiments.compilation.published import Published
 
 TINY = Published(
   "tiny",

@@ -7,7 +7,7 @@ import page_commands
 import pytest
 
 from kvjax.errors import InputError
-from kvjax.experiments.compiling import peer_table
+from kvjax.experiments.compilation import peer_table
 from kvjax.experiments.peers import paired_times
 from kvjax.experiments.report import benchmark_tables, formats, page_parts
 from kvjax.experiments.report.formats import Table

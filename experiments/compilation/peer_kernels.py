@@ -2,7 +2,7 @@
 
 A KV head of a row is a sequence of its own to them, with a list of pages, as
 heads keep different numbers of tokens. They are only compiled: see
-`kvjax.experiments.compiling.peer_table`.
+`kvjax.experiments.compilation.peer_table`.
 """
 
 import functools
@@ -17,8 +17,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from kvjax import kernels
-from kvjax.experiments.compiling.chips import Chip
-from kvjax.experiments.compiling.programs import Lowered, Program
+from kvjax.experiments.compilation.chips import Chip
+from kvjax.experiments.compilation.programs import Lowered, Program
 from kvjax.kernels.attention.options import PLAIN
 from kvjax.kernels.paged_attention.decoding import decode_attention
 from kvjax.kernels.paged_attention.specs import SPECS

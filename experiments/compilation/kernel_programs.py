@@ -8,8 +8,8 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from kvjax import kernels
-from kvjax.experiments.compiling.chips import Chip
-from kvjax.experiments.compiling.programs import Lowered, Program
+from kvjax.experiments.compilation.chips import Chip
+from kvjax.experiments.compilation.programs import Lowered, Program
 from kvjax.kernels.programs import Platform
 from kvjax.kernels.specs import Spec, named_specs
 

@@ -23,10 +23,10 @@ from kvjax.cache.sparse import SparseLayer
 from kvjax.engine.compiler_options import decoding_options
 from kvjax.engine.decode import DecodedTokens, DecodingInputs, decode
 from kvjax.engine.sampling import SamplingInputs
-from kvjax.experiments.compiling.calls import compile_calls, measure_calls
-from kvjax.experiments.compiling.chips import Chip
-from kvjax.experiments.compiling.programs import Lowered, Program
-from kvjax.experiments.compiling.published import (
+from kvjax.experiments.compilation.calls import compile_calls, measure_calls
+from kvjax.experiments.compilation.chips import Chip
+from kvjax.experiments.compilation.programs import Lowered, Program
+from kvjax.experiments.compilation.published import (
   GEMMA,
   GPT_OSS,
   LLAMA,

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 import rich.console
 
 from kvjax.experiments import refusals
-from kvjax.experiments.compiling import tables
-from kvjax.experiments.compiling.programs import KINDS, Outcome, Program
+from kvjax.experiments.compilation import tables
+from kvjax.experiments.compilation.programs import KINDS, Outcome, Program
 from kvjax.experiments.run import outputs
 from kvjax.kernels.programs import Platform
 

@@ -15,14 +15,14 @@ import jax
 
 from kvjax import files
 from kvjax.experiments import cli
-from kvjax.experiments.compiling import chips
-from kvjax.experiments.compiling.kernel_programs import kernel_programs
-from kvjax.experiments.compiling.peer_kernels import (
+from kvjax.experiments.compilation import chips
+from kvjax.experiments.compilation.kernel_programs import kernel_programs
+from kvjax.experiments.compilation.peer_kernels import (
   OURS_IN_STACKS,
   peer_programs,
   stack_programs,
 )
-from kvjax.experiments.compiling.programs import Outcome, Program, compiled
+from kvjax.experiments.compilation.programs import Outcome, Program, compiled
 from kvjax.experiments.report import formats, page_parts
 from kvjax.experiments.report.wording import NOTHING, mib
 from kvjax.experiments.run.progress_bar import progress_bar

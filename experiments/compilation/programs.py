@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import jax
 
-from kvjax.experiments.compiling.chips import Chip
+from kvjax.experiments.compilation.chips import Chip
 from kvjax.kernels.compiled.footprints import Footprint
 
 KINDS = ("kernel", "prefill", "decode")

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 import rich.console
 import rich.text
 
-from kvjax.experiments.compiling.chips import Chip
-from kvjax.experiments.compiling.programs import Outcome
-from kvjax.experiments.compiling.published import LLAMA
+from kvjax.experiments.compilation.chips import Chip
+from kvjax.experiments.compilation.programs import Outcome
+from kvjax.experiments.compilation.published import LLAMA
 from kvjax.experiments.report import formats, wording
 from kvjax.experiments.report.wording import NOTHING, mib
 
