@@ -101,7 +101,8 @@ def test_a_model_that_is_something_else(tmp_path, kind):
   "path", ["x" * 5000, "a/" * 3000, "", "a\0b"], ids=range(4)
 )
 def test_paths_that_are_none(path):
-  not_loaded(path, r"has no config\.json|has 0 GGUF|There is no model")
+  said = r"has no config\.json|has 0 GGUF|There is no model|A model is a name"
+  not_loaded(path, said)
 
 
 def _edit(path, **fields):

@@ -133,7 +133,7 @@ def test_that_of_gradients_is_at_most_a_fifth_above_it_too(llama, direction):
   # Hidden states before every layer.
   resident += LAYERS * tree_bytes(hidden)
   if direction == "forward":
-    program = replay_gradient._forward_layer.lower(
+    program = replay_layers.replay_layer_compiled.lower(
       hidden, given, model=llama.model, how=how._replace(replays=())
     )
   else:
