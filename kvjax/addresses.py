@@ -104,9 +104,10 @@ def _fetch(
   """Copies files into a new folder, which gets its name when all are there."""
   for left in folder.parent.glob(f"{_SCRATCH}*"):
     # By a program that was killed. On some file systems, no lock keeps others
-    # from fetching now.
-    if time.time() - left.stat().st_mtime > _STALE:
-      shutil.rmtree(left, ignore_errors=True)
+    # from fetching now, or from removing it.
+    with contextlib.suppress(FileNotFoundError):
+      if time.time() - left.stat().st_mtime > _STALE:
+        shutil.rmtree(left, ignore_errors=True)
   with tempfile.TemporaryDirectory(
     prefix=_SCRATCH, dir=folder.parent, ignore_cleanup_errors=True
   ) as scratch:

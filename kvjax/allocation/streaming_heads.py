@@ -46,7 +46,7 @@ class StreamingHeads(Allocation):
   keep: int = 384
   share: float = 0.0
   gates: tuple[tuple[float, ...], ...] = dataclasses.field(
-    default=(), repr=False, metadata={"option": False}
+    init=False, repr=False, metadata={"option": False}
   )
 
   def __post_init__(self) -> None:

@@ -136,6 +136,20 @@ def test_what_comes_in_part_is_refused(store, monkeypatch, tmp_path):
   assert read(addresses.fetch(RUN)) == {"a": "12345"}
 
 
+def test_what_is_stored_compressed_has_another_size(store, monkeypatch):
+  store.pipe_file("/bucket/run/a", b"12345")
+  real = addresses.Place.listed
+
+  def listed(place):
+    return {
+      name: {**about, "size": 3, "contentEncoding": "gzip"}
+      for name, about in real(place).items()
+    }
+
+  monkeypatch.setattr(addresses.Place, "listed", listed)
+  assert read(addresses.fetch(RUN)) == {"a": "12345"}
+
+
 def test_a_copy_is_on_the_disk_before_it_gets_its_name(store, monkeypatch):
   seen = []
   rename, sync = pathlib.Path.rename, files.sync
