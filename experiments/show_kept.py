@@ -6,8 +6,9 @@ writes results/kept.html: the text for each method, side by side, with tokens
 shaded by the number of heads that keep them, in one layer or in all. A
 retrieval method keeps everything; for it the page shows the tokens that the
 last token of the text reads. Without --text the page shows prose with a needle.
-With --question, methods know the question. It takes less than a minute on two
-cores.
+With --question, methods know the question. Of a --passage, such as a name, it
+says how many tokens the heads keep; without --text, of the needle's number. It
+takes less than a minute on two cores.
 """
 
 import pathlib
@@ -43,6 +44,11 @@ _QUESTION = flags.DEFINE_string(
   None,
   "Question to prefill with the text, so that methods know it.",
 )
+_PASSAGE = flags.DEFINE_string(
+  "passage",
+  None,
+  "Passage of the text; the program says how much of it the heads keep.",
+)
 _OUTPUT = flags.DEFINE_string("output", "results/kept.html", "Output file.")
 
 # The default text: a needle in this many tokens, including question and answer.
@@ -69,12 +75,17 @@ def main() -> None:
       "Model": f"{run_inputs.model_name()}, {run_inputs.dtype()}",
       "Text": _TEXT.value or f"{_TASK} in {prose.SOURCE}",
     }
+    passage = _PASSAGE.value
     if text is None:
-      text = suite.draw(_TASK, 0, 0, _LENGTH, lm.text.count).context
-    shown = page.of_text(lm, chosen, text, _QUESTION.value, about)
+      sample = suite.draw(_TASK, 0, 0, _LENGTH, lm.text.count)
+      text, passage = sample.context, passage or sample.answers[0]
+    shown = page.of_text(lm, chosen, text, _QUESTION.value, about, passage)
   outputs.write_text(output, shown.html)
-  names = ", ".join(f"{c.method} at {c.budget}" for c in chosen)
-  say(f"{output} shows {names}.")
+  names = [f"{c.method} at {c.budget}" for c in chosen]
+  for name, one, share in zip(names, chosen, shown.shares, strict=False):
+    verb = "reads" if one.plan.sparse else "keeps"
+    say(f"{name} {verb}, of {passage!r} and per head, {share}.")
+  say(f"{output} shows {', '.join(names)}.")
 
 
 if __name__ == "__main__":

@@ -78,7 +78,7 @@ if importlib.util.find_spec("kvjax") is None:
 
 # %%
 import kvjax
-from kvjax.experiments.kept import counts, page, pictures
+from kvjax.experiments.kept import counts, page, passages
 from kvjax.experiments.run.candidates import candidates
 from kvjax.experiments.tasks import suite
 
@@ -136,7 +136,7 @@ plt.show()
 
 # %%
 pieces = lm.text.pieces(before)
-inside = pictures.find(pieces, needle)
+inside = passages.find(pieces, needle)
 kept_needle = dict(
   zip(METHODS, shares[:, :, inside].mean(axis=(1, 2)), strict=True)
 )

@@ -1,6 +1,7 @@
 """HTML pages of a text with tokens shaded by the heads that keep them."""
 
 import dataclasses
+import itertools
 import unicodedata
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -10,6 +11,7 @@ import numpy as np
 from jaxtyping import Int
 
 import kvjax
+from kvjax.experiments.kept import passages
 from kvjax.experiments.kept.counts import Kept, kept
 from kvjax.experiments.report import page, wording
 from kvjax.experiments.run import environment
@@ -27,9 +29,11 @@ class Page:
 
   Attributes:
     html: the content of the file.
+    shares: what each method keeps of the passage; empty without one.
   """
 
   html: str = dataclasses.field(repr=False)
+  shares: tuple[passages.Share, ...] = ()
 
   def _repr_html_(self) -> str:
     """Returns the page in a frame, for notebooks."""
@@ -49,6 +53,7 @@ class View(NamedTuple):
     counts: for each token, the heads of each layer as two hexadecimal digits.
     mean: tokens per head, in words.
     size: bytes of the cache and of the full one, in words.
+    passage: tokens of the passage per head, in words; "" without one.
   """
 
   name: str
@@ -57,6 +62,7 @@ class View(NamedTuple):
   counts: Sequence[str]
   mean: str
   size: str
+  passage: str
 
 
 def of_text(
@@ -65,6 +71,7 @@ def of_text(
   text: str,
   question: str | None = None,
   about: Mapping[str, str] | None = None,
+  passage: str | None = None,
 ) -> Page:
   """Renders the page of a text and the tokens that candidates keep.
 
@@ -74,16 +81,24 @@ def of_text(
     text: the text, which gets the model's chat template.
     question: prefilled after the text, so that methods know it.
     about: more facts about model and text.
+    passage: a part of the text, such as a needle; the page marks it, and says
+      how much of it each method keeps.
 
   Raises:
-    InputError: see `counts.kept`.
+    InputError: see `counts.kept`, or the text does not contain the passage.
   """
   before, after = lm.text.split_chat(text)
   parts = [before] if question is None else [before, question + after]
   tokens = [token for part in parts for token in lm.text.encode(part)]
+  pieces = [lm.text.pieces(part) for part in parts]
+  nothing = np.zeros(0, np.int64)
+  marked = nothing if passage is None else passages.find(pieces[0], passage)
   request = kvjax.RepeatRequest.of(lm.text)
   results = kept(lm.model, lm.params, tokens, chosen, request)
   geometry = lm.model.geometry
+  shares = [
+    passages.share(one, marked, geometry) for one in results if marked.size
+  ]
   layers, heads = geometry.num_layers, geometry.layers[0].kv_heads
   facts = dict(about or {}) | {
     "Tokens": f"{len(tokens):,}",
@@ -101,11 +116,16 @@ def of_text(
       "kept",
       title="What the heads keep",
       facts=facts,
-      parts=[list(map(shown, lm.text.pieces(part))) for part in parts],
-      views=[_view(one, heads) for one in results],
+      parts=[list(map(shown, part)) for part in pieces],
+      views=[
+        _view(one, heads, str(share or ""))
+        for one, share in itertools.zip_longest(results, shares)
+      ],
       layers=layers,
       heads=heads,
-    )
+      marked=marked.tolist(),
+    ),
+    tuple(shares),
   )
 
 
@@ -128,7 +148,7 @@ def _sign(text: str) -> markupsafe.Markup:
   return markupsafe.Markup("<i>{}</i>").format(text)
 
 
-def _view(result: Kept, heads: int) -> View:
+def _view(result: Kept, heads: int, passage: str) -> View:
   candidate = result.candidate
   layers, length = result.heads.shape
   mean = result.heads.sum() / (layers * heads)
@@ -145,6 +165,7 @@ def _view(result: Kept, heads: int) -> View:
       f"{result.cache_bytes / size:,.1f} of {result.full_bytes / size:,.1f} "
       f"{unit} ({wording.share(result.cache_bytes / result.full_bytes)})"
     ),
+    passage=passage,
   )
 
 

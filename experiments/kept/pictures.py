@@ -22,6 +22,7 @@ from matplotlib.patches import Rectangle
 import kvjax
 from kvjax.experiments import cli
 from kvjax.experiments.inputs.run_inputs import DEFAULT
+from kvjax.experiments.kept import passages
 from kvjax.experiments.kept.counts import kept
 from kvjax.experiments.report import figures
 from kvjax.experiments.report.pictures import png
@@ -88,25 +89,13 @@ def main() -> None:
   request = kvjax.RepeatRequest.of(lm.text)
   results = kept(lm.model, lm.params, tokens, chosen, request)
   heads = lm.model.geometry.layers[0].kv_heads
-  place = find(pieces, sample.answers[0])
+  place = passages.find(pieces, sample.answers[0])
   maps = iter(
     Map(result.candidate.method, result.heads / heads) for result in results
   )
   for page, names in PAGES.items():
     drawn = draw([next(maps) for _ in names], pieces, place)
     outputs.write_bytes(_FOLDER / f"kept_{page}.png", png(drawn, _DPI))
-
-
-def find(pieces: Sequence[str], text: str) -> Int[np.ndarray, " t"]:
-  """Returns the numbers of the tokens that a text consists of.
-
-  Examples:
-    >>> find(["It is", " 4", "2", "."], "42").tolist()
-    [1, 2]
-  """
-  start = "".join(pieces).index(text)
-  ends = np.cumsum([len(piece) for piece in pieces])
-  return np.flatnonzero((ends > start) & (ends - start <= len(text)))
 
 
 def draw(

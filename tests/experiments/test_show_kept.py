@@ -10,7 +10,8 @@ import pytest
 from made_up_gates import write_kvzap
 
 import kvjax
-from kvjax.experiments.kept import counts, page, pictures
+from kvjax.errors import InputError
+from kvjax.experiments.kept import counts, page, passages, pictures
 from kvjax.experiments.run.candidates import candidates
 from kvjax.testing import kept_positions
 
@@ -171,6 +172,50 @@ def test_the_page_holds_the_text_and_the_counts(tiny):
   assert html.unescape(frame.split('"')[1]) == shown.html
 
 
+def test_the_page_says_how_much_of_a_passage_each_method_keeps(tiny):
+  names, passage = ["streaming:sinks=3", "random"], "1234567"
+  chosen = candidates(names, [kvjax.Tokens(24)])[1:]
+  shown = page.of_text(tiny, chosen, TEXT, passage=passage)
+  found = counts.kept(tiny.model, tiny.params, _tokens(tiny), chosen)
+  pieces = tiny.tokenizer.pieces(tiny.tokenizer.split_chat(TEXT)[0])
+  ends = np.cumsum([len(piece) for piece in pieces])
+  start = "".join(pieces).index(passage)
+  inside = [p for p, end in enumerate(ends) if start < end < start + 8]
+  for one, share in zip(found, shown.shares, strict=True):
+    layers = [sum(layer[p] for p in inside) / HEADS for layer in one.heads]
+    assert share.mean == pytest.approx(sum(layers) / LAYERS)
+    assert (share.least, share.layer) == (min(layers), np.argmin(layers))
+    assert share.tokens == len(inside)
+    assert f"per head</dt><dd>{share}" in shown.html
+  assert shown.shares[0] != shown.shares[1]
+  assert shown.html.count('class="passage"') == 2 * len(inside)
+
+
+def test_layers_with_windows_count_nothing_of_a_passage():
+  whole, local = (
+    kvjax.LayerSpec(heads=4, kv_heads=2, key_dim=8, window=window)
+    for window in (None, 16)
+  )
+  empty = kvjax.LayerSpec(heads=4, kv_heads=2, key_dim=8, cache=False)
+  geometry = kvjax.Geometry((local, empty, whole, whole), 64)
+  chosen = candidates(["keydiff"], [kvjax.Tokens(2)])[1]
+  heads = np.array([[0, 0, 0], [2, 2, 0], [1, 0, 2]])
+  share = passages.share(
+    counts.Kept(chosen, heads, 1, 2), np.array([0, 1]), geometry
+  )
+  assert share == passages.Share(mean=1.25, tokens=2, least=0.5, layer=3)
+
+
+@pytest.mark.parametrize("passage", ["", "7654321"])
+def test_a_passage_must_be_in_the_text(passage):
+  with pytest.raises(InputError, match="does not contain the passage"):
+    passages.find(["It is 42."], passage)
+
+
+def test_a_token_counts_that_holds_a_part_of_a_passage():
+  assert passages.find(["It is", " 4", "2."], "42").tolist() == [1, 2]
+
+
 @pytest.mark.parametrize(
   ("piece", "expected"),
   [
@@ -195,9 +240,11 @@ def test_the_binary_writes_a_page_and_nothing_else(
     f"--text={tmp_path}/notes.txt",
     "--methods=key_norm,streaming",
     "--budget=16",
+    "--passage=Ann called",
     f"--output={output}",
   )
   assert result.returncode == 0, result.stderr
+  assert "streaming at 16 tokens keeps, of 'Ann called' and" in result.stdout
   assert "shows key_norm at 16 tokens, streaming at 16 tokens." in result.stdout
   written = output.read_text(encoding="utf-8")
   assert "tiny, float32" in written
@@ -234,7 +281,7 @@ def test_what_is_wrong_is_said_in_one_sentence(
 
 def test_a_picture_shows_the_shares_and_marks_the_needle():
   pieces = ["It is", " 4", "2", ".", "\n"]
-  needle = pictures.find(pieces, "42")
+  needle = passages.find(pieces, "42")
   assert needle.tolist() == [1, 2]
   shares = np.linspace(0, 0.3, 10).reshape(2, 5)
   drawn = pictures.Map("a $method$", shares)
