@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any
 
-from kvjax.engine.layer_budgets import check_protected
+from kvjax.engine.layer_budgets import check_always_kept
 from kvjax.experiments.metrics import passkey, registry
 from kvjax.experiments.run import multihost
 from kvjax.experiments.run.answering import Reply, Seconds, replies
@@ -124,7 +124,7 @@ def _check_protected(
   for candidate in candidates:
     # What adapts to a prompt is known once it has been read.
     if not candidate.plan.adapts:
-      check_protected(candidate.plan, batch, lm.model.geometry)
+      check_always_kept(candidate.plan, batch, lm.model.geometry)
 
 
 def answer_all(

@@ -21,9 +21,11 @@ class PerChunk(Allocation):
 
   Attributes:
     length: tokens per chunk.
+    ends: number of last tokens of a row that a whole chunk must have room for.
   """
 
   length: int = dataclasses.field(metadata={"option": False})
+  ends: int = dataclasses.field(default=0, metadata={"option": False})
 
   @property
   def prescribes(self) -> bool:
@@ -33,7 +35,12 @@ class PerChunk(Allocation):
   def counts(
     self, budget: Budget, lengths: Int[np.ndarray, " n"], sizes: Sizes
   ) -> Int[np.ndarray, "L n"]:
-    """The sum over the chunks, the same for all layers."""
+    """The sum over the chunks, the same for all layers.
+
+    Raises:
+      InputError: a whole chunk keeps fewer than `ends` tokens.
+    """
+    self._check_ends(budget, lengths)
     if isinstance(budget, Retention):
       whole, rest = np.divmod(lengths, self.length)
       kept = whole * budget.num_kept(self.length)
@@ -86,4 +93,16 @@ class PerChunk(Allocation):
         raise InputError(
           f"{count} tokens of a chunk of {self.length} are protected and "
           f"{most} of it are kept; protect fewer or give a larger budget."
+        )
+
+  def _check_ends(self, budget: Budget, lengths: Int[np.ndarray, " n"]) -> None:
+    for length in lengths[lengths > self.length]:
+      kept = budget.num_kept(self.length)
+      if not isinstance(budget, Retention):
+        kept = budget.num_kept(int(length)) * self.length // int(length)
+      if kept < self.ends:
+        raise InputError(
+          f"Of {self.length} tokens per chunk, {kept} are kept, and the last "
+          f"{self.ends} of the prompt need room in one; give longer chunks or "
+          "a larger budget."
         )

@@ -8,9 +8,10 @@ from jaxtyping import Int
 
 from kvjax.allocation.base import Allocation, Sizes
 from kvjax.engine.compression_plan import Plan
+from kvjax.engine.plan_conflicts import check_target
 from kvjax.errors import InputError
 from kvjax.model import Geometry, LayerSpec
-from kvjax.options.budgets import Budget, PerLayer
+from kvjax.options.budgets import Budget, PerLayer, Retention
 from kvjax.prompts import Prompts
 
 
@@ -108,19 +109,23 @@ def budget_sizes(plan: Plan, geometry: Geometry) -> Sizes:
   )
 
 
-def check_protected(plan: Plan, prompts: Prompts, geometry: Geometry) -> None:
-  """Refuses prompts that protect more tokens than are kept.
+def check_always_kept(plan: Plan, prompts: Prompts, geometry: Geometry) -> None:
+  """Refuses prompts of which less is kept than what is never evicted.
 
   Raises:
-    InputError: see `Allocation.check_protected`.
+    InputError: see `Allocation.check_protected` and `check_target`.
   """
   if plan.decoding is not None:
-    check_protected(plan.decoding, prompts, geometry)
+    check_always_kept(plan.decoding, prompts, geometry)
   sizes = budget_sizes(plan, geometry)
-  keeps_all = plan.method.traits.keeps_all or not sizes.layers
-  if prompts.protected is None or keeps_all:
+  if plan.method.traits.keeps_all or not sizes.layers:
     return
   budgets = dict.fromkeys(layer_budgets(plan, geometry))
+  if plan.schedule.every is not None:
+    for budget in budgets:
+      _check_targets(plan, budget, prompts)
+  if prompts.protected is None:
+    return
   rows = zip(prompts.protected, prompts.known_lengths, strict=True)
   for protected, length in rows:
     for budget in budgets:
@@ -130,3 +135,11 @@ def check_protected(plan: Plan, prompts: Prompts, geometry: Geometry) -> None:
         sizes,
         repeated=not plan.schedule.is_whole_prompt,
       )
+
+
+def _check_targets(plan: Plan, budget: Budget, prompts: Prompts) -> None:
+  """Refuses shares of prompts to which no eviction while decoding can get."""
+  if not isinstance(budget, Retention) or budget.share == 1:
+    return
+  for length in prompts.known_lengths:
+    check_target(plan.name, plan.method.traits, budget.num_kept(int(length)))

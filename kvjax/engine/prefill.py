@@ -13,7 +13,7 @@ from kvjax.calibration.record import Calibrated
 from kvjax.engine.blocks import prefill_blocks
 from kvjax.engine.compress import Evaluation
 from kvjax.engine.compression_plan import Plan
-from kvjax.engine.layer_budgets import check_protected
+from kvjax.engine.layer_budgets import check_always_kept
 from kvjax.engine.plan_fit import (
   check_context_axis,
   check_plan,
@@ -90,7 +90,7 @@ def prefill(
   check_tokens(model, prompts.tokens, prompts.known_lengths)
   check_plan(model, plan)
   check_context_axis(model, params, plan, prompts.tokens.shape[1])
-  check_protected(plan, prompts, model.geometry)
+  check_always_kept(plan, prompts, model.geometry)
   return prefill_blocks(model, params, prompts, plan)
 
 

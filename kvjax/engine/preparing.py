@@ -13,8 +13,8 @@ from kvjax.engine.compression_plan import Plan
 from kvjax.engine.layer_budgets import (
   budget_sizes,
   by_layer,
+  check_always_kept,
   check_counts,
-  check_protected,
   compressed_layers,
   kv_heads,
   layer_budgets,
@@ -37,7 +37,7 @@ def prepare(plan: Plan, prompts: Prompts, geometry: Geometry) -> PreparedPlan:
   """
   lengths = prompts.known_lengths
   padded = prompts.tokens.shape[1]
-  check_protected(plan, prompts, geometry)
+  check_always_kept(plan, prompts, geometry)
   spread, sizes = plan.spread, budget_sizes(plan, geometry)
   budgets = layer_budgets(plan, geometry)
   counts = by_layer(budgets, lambda b: spread.counts(b, lengths, sizes))
@@ -117,7 +117,7 @@ def prepare_calibrated(
   for row, share in enumerate(retentions):
     budget = Retention(float(share), plan.budget.rounding)
     row_plan = dataclasses.replace(plan, budget=budget)
-    check_protected(row_plan, prompts.row(row), geometry)
+    check_always_kept(row_plan, prompts.row(row), geometry)
     length = lengths[row : row + 1]
     counts.append(row_plan.spread.counts(budget, length, sizes))
     check_counts(plan.spread, counts[-1], sizes.layers, 1, even=True)

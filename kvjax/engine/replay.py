@@ -85,18 +85,21 @@ def _replay_alike(
   # Where tokens are traced, no prompt begins with the template, as far as the
   # positions of its replay are concerned.
   prefix = 0 if is_traced(common) else read(common)
-  widths = _widths(padded, replays[0].chunk)
+  of_chunk = replays[0].chunk
+  widths = _widths(padded, of_chunk)
+  # The last tokens of the chunk before, which may have fewer.
+  overlap = min(replays[0].overlap, of_chunk)
   # Outside of the only chunk, there is the chat template alone.
   rest = padded if len(widths) > 1 else min(len(request.prefix), padded)
   for number, width in enumerate(widths):
     replayed, positions, chunk = _tokens_of_chunk(
       tokens,
       lengths,
-      np.int32(number * replays[0].chunk),
+      np.int32(number * of_chunk),
       request=request,
-      sizes=(width, replays[0].overlap if number else None),
+      sizes=(width, overlap if number else None),
     )
-    starts = prefix + number * replays[0].chunk
+    starts = prefix + number * of_chunk
     _check_lengths(model, prompts, starts, width, replayed)
     hidden, shared = prompt_programs.embed(model, params, replayed, positions)
     one = Pass(

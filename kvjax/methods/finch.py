@@ -59,7 +59,9 @@ class Finch(Method):
   @property
   def allocation(self) -> Allocation:
     """A share of each chunk, or of the prompt."""
-    return PerChunk(self.chunk) if self.chunk else Uniform()
+    if not self.chunk:
+      return Uniform()
+    return PerChunk(self.chunk, ends=self.window)
 
   def evaluate(
     self, layer: Int[Array, ""], cache: LayerCache, activations: Activations

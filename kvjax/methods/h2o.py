@@ -47,7 +47,7 @@ class H2O(ScoringMethod):
   @property
   def traits(self) -> Traits:
     """Its scores are weights of attention, with `paper_postproc` of values."""
-    return Traits(weighs=not self.paper_postproc)
+    return Traits(weighs=not self.paper_postproc, protects=self.recent)
 
   def scores(
     self, layer: Int[Array, ""], cache: LayerCache, activations: Activations

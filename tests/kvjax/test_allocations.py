@@ -25,6 +25,7 @@ from kvjax.methods import (
   ChunkKV,
   Compactor,
   Critical,
+  Finch,
   KeyDiff,
   KeyL2Norm,
   ProtoKV,
@@ -247,6 +248,22 @@ def test_heads_with_shares_of_their_own_share_nothing_else(over):
   for adaptive in (Adaptive, Floored):
     with pytest.raises(InputError, match=f"{type(over).__name__} gives heads"):
       adaptive(over)
+
+
+def test_chunks_have_room_for_the_question():
+  rows = [list(range(n)) for n in (50, 16)]
+
+  def prefilled(chunk, budget):
+    plan = kvjax.Plan(Finch(window=8, chunk=chunk), budget)
+    model = TinyModel()
+    return kvjax.prefill(model, model.init(), kvjax.Prompts.of(rows), plan)[0]
+
+  for budget in (kvjax.Retention(0.25), kvjax.Tokens(12)):
+    with pytest.raises(InputError, match=r"per chunk, [34] are kept, and the"):
+      prefilled(16, budget)
+  cache = prefilled(25, kvjax.Retention(0.32))
+  for head in kept_positions(cache, 0)[0]:
+    assert set(range(42, 50)) <= set(head)
 
 
 def test_what_is_uniform_is_uniform():

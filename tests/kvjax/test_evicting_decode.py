@@ -10,6 +10,7 @@ import pytest
 import kvjax
 from kvjax.allocation import Sizes, Uniform
 from kvjax.engine import decode
+from kvjax.engine.preparing import prepare
 from kvjax.errors import InputError
 from kvjax.model import Geometry
 from kvjax.registry.registry import METHODS, recipe_of
@@ -198,6 +199,7 @@ def test_every_step_holds_what_the_budget_says(name, every, block, monkeypatch):
     ("rkv:window=20", "the last 20 tokens"),
     ("streaming:sinks=20", "the first 20 tokens"),
     ("lagkv.kvpress:sinks=20", "the first 20 tokens"),
+    ("h2o:recent=20", "the last 20 tokens"),
   ],
 )
 def test_a_target_below_what_always_stays_is_refused(name, sentence):
@@ -210,6 +212,25 @@ def test_a_target_below_what_always_stays_is_refused(name, sentence):
   ) as error:
     kvjax.get_plan(name, kvjax.Tokens(19), schedule=schedule)
   assert str(error.value).count(". ") == 0
+
+
+def test_a_share_below_what_always_stays_is_refused_when_it_is_known():
+  """Of 61, 40 and 17 tokens: 0.4 of the last is less than the window."""
+  schedule = kvjax.Schedule(every=8)
+  sentence = "the last 9 tokens; evict to 9 .* not 7"
+  share = kvjax.Retention(0.4)
+  plan = kvjax.get_plan("rkv:window=9", share, schedule=schedule)
+  with pytest.raises(InputError, match=sentence):
+    kvjax.prefill(MODEL, PARAMS, PROMPTS, plan)
+  later = kvjax.get_plan("full", ALL, decoding=plan)
+  with pytest.raises(InputError, match=sentence):
+    kvjax.prefill(MODEL, PARAMS, PROMPTS, later)
+  for allowed in (
+    kvjax.get_plan("rkv:window=7", share, schedule=schedule),
+    kvjax.get_plan("rkv:window=40", ALL, schedule=schedule),
+    kvjax.get_plan("rkv:window=9", share),
+  ):
+    prepare(allowed, PROMPTS, MODEL.geometry)
 
 
 @pytest.mark.slow

@@ -25,6 +25,8 @@ REPLAYS = (
   Replay(chunk=16, overlap=8, weight="output"),
   Replay(chunk=16, overlap=8, sinks=4),
   Replay(chunk=100, overlap=3, sinks=2, weight="output"),
+  # The chunk before has fewer tokens than its end.
+  Replay(chunk=5, overlap=8),
 )
 SPEC = kvjax.LayerSpec(heads=4, kv_heads=2, key_dim=8)
 MODELS = {

@@ -121,7 +121,8 @@ def scores(model, params, row, request, replay):
     chunk = row[start : start + replay.chunk]
     asked = [*request.first]
     if start > prefix:
-      asked = [*request.later, *row[start - replay.overlap : start]]
+      before = row[start - replay.chunk : start]
+      asked = [*request.later, *before[-replay.overlap :]]
     asked = [*asked, *request.suffix, *chunk]
     seen = written.run(asked, len(row), past)
     if replay.weight == "gradient":
