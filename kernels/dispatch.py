@@ -109,7 +109,6 @@ def target_platform() -> str:
 
 def dispatch(
   programs: Programs,
-  implementation: Implementation | None,
   operands: Sequence[PyTree[Array]],
   spread: Sequence[str],
   result: PyTree[str],
@@ -123,7 +122,6 @@ def dispatch(
   Args:
     programs: the operation's programs; they take `operands`, then `options` by
       name.
-    implementation: see `use`, which decides if this is None.
     operands: arrays, trees of arrays with the same leading axes, or None for
       absent operands.
     spread: the leading axes of each operand: "BK" for rows and KV heads, "BN"
@@ -133,13 +131,10 @@ def dispatch(
     **options: static options.
 
   Raises:
-    NotImplementedError: the implementation is "pallas" and the kernel declines.
+    NotImplementedError: "pallas" is in use and the kernel declines.
   """
-  chosen = (
-    implementation
-    or dict(_overrides.value).get(programs.operation)
-    or _implementation.value
-  )
+  own = dict(_overrides.value).get(programs.operation)
+  chosen = own or _implementation.value
   platform = target_platform()
   run = functools.partial(programs.xla, **options)
   kernel = programs.kernel(platform)

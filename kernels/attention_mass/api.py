@@ -7,7 +7,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.kernels.attention.options import PLAIN, AttentionOptions
 from kvjax.kernels.attention_mass.xla import causal_mass_xla, chunk_mass_xla
-from kvjax.kernels.dispatch import Implementation, dispatch, on_mesh
+from kvjax.kernels.dispatch import dispatch, on_mesh, use
 from kvjax.kernels.mesh_axes import CONTEXT
 from kvjax.kernels.programs import Programs
 
@@ -22,7 +22,6 @@ def causal_mass(
   keys: Float[Array, "B K T D"],
   query_positions: Int[Array, "B S"],
   key_positions: Int[Array, "B K T"],
-  implementation: Implementation | None = None,
   options: AttentionOptions = PLAIN,
   sinks: Float[Array, " N"] | None = None,
 ) -> Float[Array, "B N T"]:
@@ -42,8 +41,8 @@ def causal_mass(
     query_positions: position of each query in its row; -1 for padding, which
       may contain anything and adds nothing.
     key_positions: position of each slot's token in its row, -1 for empty.
-    implementation: see `kernels.use`; the kernels support plain attention only.
-    options: a sliding window, another scale, a softcap on the logits.
+    options: a sliding window, another scale, a softcap on the logits; kernels
+      support plain attention only.
     sinks: one logit per query head that joins the softmax denominator, so that
       the slots' weights sum to less than one.
 
@@ -55,12 +54,7 @@ def causal_mass(
 
   def add(*operands: Array | None) -> Float[Array, "B N T"]:
     mass: Array = dispatch(
-      _CAUSAL,
-      implementation,
-      operands,
-      ("BN", "BK", "B", "BK", "N"),
-      "BN",
-      options=options,
+      _CAUSAL, operands, ("BN", "BK", "B", "BK", "N"), "BN", options=options
     )
     own = operands[0]
     assert own is not None
@@ -72,8 +66,8 @@ def causal_mass(
     return add(*operands)
   if length < slots:
     # The keys of a prompt stay where they are.
-    implementation = "xla"
-    return add(*operands)
+    with use("xla"):
+      return add(*operands)
   mass: Array = on_mesh(add, operands, ("BNS", "BK", "BS", "BK", "N"), "BN")
   return mass
 
@@ -84,7 +78,6 @@ def chunk_mass(
   valid: Bool[Array, "B K T"],
   chunk: int,
   scale: float,
-  implementation: Implementation | None = None,
 ) -> Float[Array, "B N T"]:
   """Sums softmax(scale q.k) over the queries of a chunk, without causal mask.
 
@@ -97,7 +90,6 @@ def chunk_mass(
       contain.
     chunk: slots per chunk; the last one may be shorter.
     scale: multiplies the logits.
-    implementation: see `kvjax.kernels.use`.
 
   Returns:
     The mass of every slot, in float32 throughout as in `causal_mass`. Its mean
@@ -109,7 +101,6 @@ def chunk_mass(
   add = functools.partial(
     dispatch,
     _CHUNKS,
-    implementation,
     spread=("BN", "BK", "BK"),
     result="BN",
     chunk=chunk,

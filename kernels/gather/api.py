@@ -3,7 +3,7 @@
 import jax
 from jaxtyping import Array, Float, Int, Shaped
 
-from kvjax.kernels.dispatch import Implementation, dispatch
+from kvjax.kernels.dispatch import dispatch
 from kvjax.kernels.gather.compacted import Compacted
 from kvjax.kernels.gather.xla import compact_xla
 from kvjax.kernels.programs import Programs
@@ -18,7 +18,6 @@ def compact(
   positions: Int[Array, "B K T"],
   received: Float[Array, "B K T"] | None,
   slots: Int[Array, "B K M"],
-  implementation: Implementation | None = None,
 ) -> Compacted:
   """Copies the listed slots of a cache bit by bit.
 
@@ -32,7 +31,6 @@ def compact(
     received: one more float32 number per slot.
     slots: the slots to copy, each less than T and ascending in every head; -1,
       for no slot, may occur anywhere.
-    implementation: see `kvjax.kernels.use`.
 
   Returns:
     The contents of the listed slots; position -1 and zeros for -1.
@@ -41,7 +39,5 @@ def compact(
   spread = jax.tree.map(
     lambda _: "BK", Compacted(keys, values, positions, received)
   )
-  compacted: Compacted = dispatch(
-    _PROGRAMS, implementation, operands, ("BK",) * 5, spread
-  )
+  compacted: Compacted = dispatch(_PROGRAMS, operands, ("BK",) * 5, spread)
   return compacted

@@ -6,7 +6,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.kernels.attention.options import PLAIN, AttentionOptions
 from kvjax.kernels.attention.partial import Partial, merge_devices
-from kvjax.kernels.dispatch import Implementation, dispatch, on_mesh
+from kvjax.kernels.dispatch import dispatch, on_mesh
 from kvjax.kernels.paged_attention.spans import Span
 from kvjax.kernels.paged_attention.xla import paged_attention_xla
 from kvjax.kernels.programs import Programs
@@ -24,7 +24,6 @@ def paged_attention(
   key_positions: Int[Array, "B R P"],
   heads: Int[Array, "B R"],
   kv_heads: int,
-  implementation: Implementation | None = None,
   options: AttentionOptions = PLAIN,
   layer: Layer = None,
   span: Span | None = None,
@@ -45,8 +44,8 @@ def paged_attention(
     key_positions: position of each slot's token in its row, -1 for empty.
     heads: KV head of each page, -1 for an unused page.
     kv_heads: K.
-    implementation: kernels support single tokens and plain attention only.
-    options: window, scale and softcap.
+    options: window, scale and softcap; kernels support single tokens and plain
+      attention only.
     layer: index of the layer in stacks.
     span: where the pages with a head are; None for anywhere.
 
@@ -57,7 +56,6 @@ def paged_attention(
   attend = functools.partial(
     dispatch,
     _PROGRAMS,
-    implementation,
     spread=("B", "LB", "LB", "B", "B", "B", ""),
     result="B",
     kv_heads=kv_heads,

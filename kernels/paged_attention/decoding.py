@@ -29,7 +29,6 @@ def decode_attention(
   """
   partial: Partial = dispatch(
     _PROGRAMS,
-    None,
     (queries, keys, values, query_positions, key_positions, layer),
     ("BN", "LBK", "LBK", "B", "BK", ""),
     "BN",

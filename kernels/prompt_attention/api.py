@@ -6,7 +6,7 @@ import jax
 from jaxtyping import Array, Float, Int
 
 from kvjax.kernels.attention.options import PLAIN, AttentionOptions
-from kvjax.kernels.dispatch import Implementation, dispatch, on_mesh
+from kvjax.kernels.dispatch import dispatch, on_mesh
 from kvjax.kernels.mesh_axes import CONTEXT
 from kvjax.kernels.programs import Programs
 from kvjax.kernels.prompt_attention.halves import attend_in_halves
@@ -27,7 +27,6 @@ def prompt_attention(
   keys: Float[Array, "B K S D"],
   values: Float[Array, "B K S Dv"],
   positions: Int[Array, "B S"],
-  implementation: Implementation | None = None,
   options: AttentionOptions = PLAIN,
   sinks: Float[Array, " N"] | None = None,
 ) -> Float[Array, "B N S Dv"]:
@@ -44,7 +43,6 @@ def prompt_attention(
     keys: rotated keys.
     values: values, which may be wider or narrower than keys.
     positions: 0, 1, 2, ... in each row, then -1 for padding.
-    implementation: see `kvjax.kernels.use`.
     options: a sliding window, another scale, a softcap on the logits.
     sinks: one logit per query head that joins the softmax denominator and has
       no value.
@@ -60,7 +58,6 @@ def prompt_attention(
   ) -> Float[Array, "B N Q Dv"]:
     attended: Array = dispatch(
       _PROGRAMS,
-      implementation,
       (queries, *others, start),
       ("BN", "BK", "BK", "B", "N", ""),
       "BN",

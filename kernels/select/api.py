@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.kernels.dispatch import Implementation, dispatch
+from kvjax.kernels.dispatch import dispatch
 from kvjax.kernels.programs import Programs
 from kvjax.kernels.select import xla
 
@@ -22,14 +22,9 @@ _TRUE = Programs.of(xla.mask_to_slots_xla)
 
 
 # Compiled, as eager calls of `custom_vmap` would compile again each time.
-@functools.partial(
-  jax.jit, static_argnames=("size", "implementation"), inline=True
-)
+@functools.partial(jax.jit, static_argnames="size", inline=True)
 def largest(
-  scores: Float[Array, "*B T"],
-  counts: Int[Array, "*B"],
-  size: int,
-  implementation: Implementation | None = None,
+  scores: Float[Array, "*B T"], counts: Int[Array, "*B"], size: int
 ) -> Int[Array, "*B M"]:
   """Lists the slots of the largest scores of each head, in ascending order.
 
@@ -41,32 +36,24 @@ def largest(
     scores: one per slot; compared in float32.
     counts: how many slots to select per head, at most `size`.
     size: M, static.
-    implementation: see `kvjax.kernels.use`.
 
   Returns:
     Slots, padded with -1.
   """
-  return _list_slots(
-    _LARGEST, size, implementation, _to_float32(scores), counts
-  )
+  return _list_slots(_LARGEST, size, _to_float32(scores), counts)
 
 
-def mask_to_slots(
-  mask: Bool[Array, "*B T"],
-  size: int,
-  implementation: Implementation | None = None,
-) -> Int[Array, "*B M"]:
+def mask_to_slots(mask: Bool[Array, "*B T"], size: int) -> Int[Array, "*B M"]:
   """Lists the first `size` true slots of each head, in ascending order.
 
   Args:
     mask: which slots to list.
     size: M, static.
-    implementation: see `kvjax.kernels.use`.
 
   Returns:
     Slots, padded with -1.
   """
-  return _list_slots(_TRUE, size, implementation, mask)
+  return _list_slots(_TRUE, size, mask)
 
 
 @functools.partial(jax.jit, inline=True)
@@ -110,35 +97,24 @@ def _to_float32(scores: Float[Array, "*B T"]) -> Float[Array, "*B T"]:
 
 
 def _list_slots(
-  programs: Programs,
-  size: int,
-  implementation: Implementation | None,
-  *operands: Array,
+  programs: Programs, size: int, *operands: Array
 ) -> Int[Array, "*B M"]:
   # Programs list at most T slots; places beyond are always empty.
   limit = min(size, operands[0].shape[-1])
-  run = functools.partial(_dispatched, programs, limit, implementation)
+  run = functools.partial(_dispatched, programs, limit)
   slots = _run_unmapped(run, *operands)
   more = [(0, 0)] * (slots.ndim - 1) + [(0, size - limit)]
   return jnp.pad(slots, more, constant_values=-1)
 
 
 def _dispatched(
-  programs: Programs,
-  size: int,
-  implementation: Implementation | None,
-  *operands: Array,
+  programs: Programs, size: int, *operands: Array
 ) -> Int[Array, "*B M"]:
   # custom_vmap traces this once with fewer leading axes.
   # Only [B, K, T] or wider arrays have the axes that a mesh shards.
   spread = "BK" if operands[0].ndim >= 3 else ""
   slots: Array = dispatch(
-    programs,
-    implementation,
-    operands,
-    (spread,) * len(operands),
-    spread,
-    size=size,
+    programs, operands, (spread,) * len(operands), spread, size=size
   )
   return slots
 

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from kvjax.kernels.chunks import from_chunks
-from kvjax.kernels.dispatch import Implementation, dispatch
+from kvjax.kernels.dispatch import dispatch
 from kvjax.kernels.programs import Programs
 from kvjax.kernels.sketch import xla
 from kvjax.kernels.sketch.sketched import Sketch
@@ -19,7 +19,6 @@ def sketch(
   factor: Float[Array, "K D k"] | None,
   chunk: int,
   center: bool,
-  implementation: Implementation | None = None,
 ) -> Sketch:
   """Multiplies keys by a factor and sums the outer products of the results.
 
@@ -32,11 +31,9 @@ def sketch(
     chunk: slots per chunk; 0, or a number above T, means all slots. The last
       chunk may be shorter and is padded with columns of zeros.
     center: subtract the mean of a chunk's valid keys from each of them.
-    implementation: see `kvjax.kernels.use`.
   """
   return dispatch(
     _SKETCH,
-    implementation,
     (keys, valid, factor),
     ("BK", "BK", "K"),
     Sketch("BK", "BK", "BK"),  # type: ignore[arg-type]
@@ -50,7 +47,6 @@ def leverage_rows(
   whitener: Float[Array, "B K C k k"],
   valid: Bool[Array, "B K T"],
   chunk: int,
-  implementation: Implementation | None = None,
 ) -> Float[Array, "B K T"]:
   """Computes the squared length of `whitener` times each sketched key.
 
@@ -62,11 +58,9 @@ def leverage_rows(
     whitener: float32 matrix of each chunk.
     valid: as given to `sketch`; all other slots get zero.
     chunk: as given to `sketch`.
-    implementation: see `kvjax.kernels.use`.
   """
   rows = dispatch(
     _ROWS,
-    implementation,
     (sketched.projected, sketched.mean, whitener),
     ("BK", "BK", "BK"),
     "BK",

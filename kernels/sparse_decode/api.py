@@ -4,7 +4,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.kernels.attention.options import PLAIN, AttentionOptions
 from kvjax.kernels.attention.partial import Partial
-from kvjax.kernels.dispatch import Implementation, dispatch
+from kvjax.kernels.dispatch import dispatch
 from kvjax.kernels.host_memory import is_on_host
 from kvjax.kernels.programs import Programs
 from kvjax.kernels.quantized import Quantized
@@ -22,7 +22,6 @@ def sparse_decode(
   values: Float[Array, "*L B K T Dv"] | Quantized,
   slots: Int[Array, "B H M"],
   bias: Float[Array, "B N M"] | None = None,
-  implementation: Implementation | None = None,
   options: AttentionOptions = PLAIN,
   layer: Layer = None,
   page: int = 1,
@@ -42,9 +41,8 @@ def sparse_decode(
       list for each KV head (H = K), or for each of H groups of query heads,
       where H is a multiple of K and divides N.
     bias: added to the scaled, capped logits; -inf hides a slot from a head.
-    implementation: XLA gathers the slots; kernels read them in place and
-      support plain attention only.
-    options: scale and softcap.
+    options: scale and softcap. XLA gathers the slots; kernels read them in
+      place and support plain attention only.
     layer: index of the layer in stacks.
     page: number of entries per page: they come in groups of `page`, the slots
       of one page in order, any of which may be -1. Pages start at multiples of
@@ -78,7 +76,6 @@ def sparse_decode(
   lists = "BK" if slots.shape[1] == keys.shape[2] else "BN"
   return dispatch(
     _PROGRAMS,
-    implementation,
     (queries, keys, values, slots, bias, logits, layer),
     ("BN", "LBK", "LBK", lists, "BN", "BN", ""),
     "BN",

@@ -62,7 +62,7 @@ def of_operation(tpu):
   programs = Programs(xla=jnp.negative, tpu=tpu, gpu=tpu)
 
   def run(x):
-    return dispatch(programs, None, [x], ["BK"], "BK")
+    return dispatch(programs, [x], ["BK"], "BK")
 
   return kernel_programs.of_spec(
     "toy", Spec("8 x 8", run, lambda _: (jnp.zeros((8, 8)),), 512)

@@ -40,7 +40,7 @@ def spec(kernel):
   programs = Programs(xla, kernel, kernel)
   return Spec(
     "8 numbers",
-    lambda x: dispatch(programs, None, (x,), ("",), ("", "")),
+    lambda x: dispatch(programs, (x,), ("",), ("", "")),
     lambda key: (jax.random.normal(key, (8,)),),
     64,
   )

@@ -48,7 +48,7 @@ def stub(kernel, name="select/tpu"):
   programs = Programs(xla, with_option, with_option)
   spec = Spec(
     "8 numbers",
-    lambda x: dispatch(programs, None, (x,), ("",), ""),
+    lambda x: dispatch(programs, (x,), ("",), ""),
     lambda key: (jax.random.normal(key, (8,)),),
     64,
   )

@@ -267,8 +267,11 @@ def test_sparse_decode(name, H, bias, program):
 def test_lists_have_no_windows():
   operands = listed(2, 4, 2, 2, 11, 30, 8, 8, False)
   for implementation in (None, "xla", "pallas"):
-    with pytest.raises(NotImplementedError, match="where tokens stand"):
-      sparse_decode(*operands, implementation, AttentionOptions(window=5))
+    with (
+      kernels.use(implementation),
+      pytest.raises(NotImplementedError, match="where tokens stand"),
+    ):
+      sparse_decode(*operands, AttentionOptions(window=5))
 
 
 @pytest.mark.usefixtures("small_chunks")

@@ -81,9 +81,9 @@ WILLING = Programs(adding(1), adding(10), adding(100))
 UNWILLING = Programs(adding(1), declining, declining)
 
 
-def run(programs, implementation=None, x=None, y=None):
+def run(programs, x=None, y=None):
   x = jnp.zeros((2, 4, 3)) if x is None else x
-  return dispatch(programs, implementation, (x, y), ("BK", "B"), "BK", by=2)
+  return dispatch(programs, (x, y), ("BK", "B"), "BK", by=2)
 
 
 @pytest.mark.parametrize(
@@ -101,8 +101,6 @@ def run(programs, implementation=None, x=None, y=None):
 def test_the_platform_or_the_user_chooses(implementation, platform, expected):
   with kernels.use(implementation, platform):
     assert run(WILLING).max() == expected
-  with kernels.use(platform=platform):
-    assert run(WILLING, implementation).max() == expected
 
 
 def test_programs_are_for_the_default_device(monkeypatch):
@@ -117,11 +115,6 @@ def test_programs_are_for_the_default_device(monkeypatch):
     assert run(WILLING).max() == 2
 
 
-def test_a_call_overrides_what_is_in_use():
-  with kernels.use("xla", "tpu"):
-    assert run(WILLING, "pallas").max() == 20
-
-
 def test_one_operation_has_another_program(monkeypatch):
   monkeypatch.setattr(Programs, "operation", "select")
   x = jnp.zeros((2, 4, 3))
@@ -133,7 +126,6 @@ def test_one_operation_has_another_program(monkeypatch):
     given.clear()
     # Also a key of what is compiled.
     assert compiled(x) == 2
-    assert run(WILLING, "pallas").max() == 20
     with kernels.use("pallas", "tpu"):
       assert compiled(x) == 20
   with kernels.use("pallas", "tpu", overrides={"gather": "xla"}):
@@ -175,8 +167,11 @@ def test_another_choice_compiles_another_program():
 def test_where_a_kernel_declines_xla_serves_unless_pallas_was_asked(platform):
   with kernels.use(platform=platform):
     assert run(UNWILLING).max() == 2
-    with pytest.raises(NotImplementedError, match="does not serve"):
-      run(UNWILLING, "pallas")
+  with (
+    kernels.use("pallas", platform),
+    pytest.raises(NotImplementedError, match="does not serve"),
+  ):
+    run(UNWILLING)
 
 
 @pytest.mark.parametrize(
@@ -201,8 +196,11 @@ def test_kernels_for_one_kind_of_gpu_decline_another(
   cudnn = WILLING._replace(gpus=prompt_attention_api._PROGRAMS.gpus)
   assert run(cudnn, x=x).max() == library
   if hopper == 2:
-    with pytest.raises(NotImplementedError, match=f"has {capability}"):
-      run(WILLING, "pallas", x=x)
+    with (
+      kernels.use("pallas"),
+      pytest.raises(NotImplementedError, match=f"has {capability}"),
+    ):
+      run(WILLING, x=x)
 
 
 @pytest.mark.parametrize(
@@ -253,7 +251,7 @@ def test_a_platform_without_a_kernel_has_that_of_xla():
   programs = Programs(lambda x: x + 1, lambda x: x + 10, None)
   for implementation in ("pallas", None):
     with kernels.use(implementation, platform="gpu"):
-      assert dispatch(programs, None, (jnp.ones(()),), ("",), "") == 2
+      assert dispatch(programs, (jnp.ones(()),), ("",), "") == 2
 
 
 def test_pallas_and_matplotlib_are_imported_when_they_are_used():
