@@ -30,7 +30,6 @@ from collections.abc import Sequence
 import rich.console
 from absl import flags
 
-import kvjax
 from kvjax.errors import InputError
 from kvjax.experiments import cli, refusals
 from kvjax.experiments.benchmarks import repetition
@@ -45,8 +44,8 @@ from kvjax.experiments.inputs import (
   speed_inputs,
 )
 from kvjax.experiments.report import writing
-from kvjax.experiments.run import outputs, runner, side_by_side, summaries
-from kvjax.experiments.run.candidates import FULL, Candidate
+from kvjax.experiments.run import outputs, runner, side_by_side
+from kvjax.experiments.run.candidates import Candidate
 from kvjax.experiments.run.progress_bar import progress_bar
 from kvjax.experiments.run.sentences import say
 from kvjax.experiments.tasks import suite
@@ -116,10 +115,6 @@ def _compare(chosen: Sequence[Candidate]) -> None:
     return
   summary = run.summary
   summary["about"] = dict(repeated.about)
-  if kvjax.Retention(1.0) in method_inputs.budgets():
-    same = [c.method for c in chosen if c.method != FULL and c.full_at_one]
-    names = list(dict.fromkeys(same))
-    summary["rows"] += summaries.at_retention_one(summary["rows"], names)
   console.print(writing.write_comparison(folder, summary, run.answers))
   say(f"{run}; all in {folder}")
 

@@ -108,15 +108,10 @@ def grouped(rows: Iterable[Row]) -> dict[Name, list[Row]]:
   """Groups rows by method and budget: the full cache, then large budgets first.
 
   Automatic budgets follow the others, as they are.
-  Copies of the full cache's rows under the names of methods at a retention of 1
-  are left out.
   """
-  rows = list(rows)
-  full = {row["options"] for row in rows if row["method"] == FULL}
   groups: dict[Name, list[Row]] = {}
   for row in rows:
-    if row["method"] == FULL or row["options"] not in full:
-      groups.setdefault((row["method"], row["budget"]), []).append(row)
+    groups.setdefault((row["method"], row["budget"]), []).append(row)
   places = list(dict.fromkeys(method for method, _ in groups))
 
   def place(name: Name) -> tuple[bool, int, bool, float]:

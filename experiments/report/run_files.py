@@ -76,10 +76,7 @@ class Record(NamedTuple):
     """The same run with its rows sorted by method; see `means.ranked`."""
     rows = self.summary["rows"]
     order = [mean.method for mean in ranked(means(rows))]
-    # Rows that repeat the full cache under a method's name have no mean.
-    places = {row["method"]: len(order) for row in rows}
-    places |= {method: order.index(method) for method in order}
-    rows = sorted(rows, key=lambda row: places[row["method"]])
+    rows = sorted(rows, key=lambda row: order.index(row["method"]))
     return self._replace(summary={**self.summary, "rows": rows})
 
   def values(self, name: str) -> list[Any]:

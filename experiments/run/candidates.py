@@ -56,16 +56,6 @@ class Candidate:
     return bool(plan.kv_dtype or plan.decoding or plan.method.traits.channels)
 
   @property
-  def full_at_one(self) -> bool:
-    """Whether the method equals the full cache at a retention of 1."""
-    sparse = self.plan.sparse
-    if self.changes_all:
-      return False
-    if sparse is None:
-      return True
-    return self.plan.budget == kvjax.Retention(1.0) and not sparse.fixed
-
-  @property
   def options(self) -> str:
     """The method with all its hyperparameters.
 

@@ -70,14 +70,6 @@ def with_same_first_token(answers: Sequence[Answer]) -> list[Answer]:
   return [compared(answer) for answer in answers]
 
 
-def at_retention_one(
-  rows: Sequence[dict[str, Any]], methods: Sequence[str]
-) -> list[dict[str, Any]]:
-  """Copies the full cache's rows for methods that equal it at retention 1."""
-  full = [row for row in rows if row["method"] == FULL]
-  return [row | {"method": method} for method in methods for row in full]
-
-
 def _row(group: Sequence[Answer]) -> dict[str, Any]:
   first = group[0]
 

@@ -107,7 +107,6 @@ def test_a_method_that_drops_channels_is_not_the_full_cache():
   assert [(c.method, c.budget) for c in chosen if c.budget == "1"] == [
     (name, "1") for name in ("full", "think:share=0.4/full", "think/keydiff")
   ]
-  assert [c.method for c in chosen if c.full_at_one] == ["full", "keydiff"]
 
 
 def test_records_say_what_evicts_while_decoding():
@@ -115,7 +114,6 @@ def test_records_say_what_evicts_while_decoding():
   chosen = candidates(["compactor"], [kvjax.Retention(1.0)], decoding=LATER)
   assert [c.method for c in chosen] == ["full", "compactor"]
   assert chosen[1].plan.decoding == LATER
-  assert not chosen[1].full_at_one
   assert chosen[1].options.endswith(
     f", then {LATER.label} at 64 tokens, every 16 while decoding"
   )
@@ -246,7 +244,6 @@ def test_the_full_cache_comes_first_and_once():
   without = candidates(["tova"], [kvjax.Retention(0.5)])
   assert [c.method for c in without] == ["full", "tova"]
   assert [c.retention(16) for c in found[1:3]] == [0.5, 0.5]
-  assert all(c.full_at_one for c in found)
   rounded = candidates(["tova"], budgets, kv_dtype="int8")
   assert [(c.method, c.budget) for c in rounded] == [
     ("full", "1"),
@@ -254,7 +251,6 @@ def test_the_full_cache_comes_first_and_once():
     ("tova", "0.5"),
     ("tova", "8 tokens"),
   ]
-  assert [c.full_at_one for c in rounded] == [True, False, False, False]
   with pytest.raises(InputError, match="nothing to compare"):
     candidates([], budgets)
 

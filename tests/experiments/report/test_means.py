@@ -1,7 +1,5 @@
 """Means, deltas and intervals against values worked out otherwise."""
 
-import dataclasses
-
 import numpy as np
 import pytest
 import scipy.stats
@@ -47,14 +45,6 @@ def test_the_full_cache_comes_first_and_is_what_others_are_measured_by(
   found = found_by(record(answers))
   assert list(found) == ["full", "keydiff", "snapkv"]
   assert [mean.delta for mean in found.values()] == [None, -50.0, 25.0]
-
-
-def test_full_caches_under_other_names_are_left_out(answer, record):
-  full = answer("full")
-  same = dataclasses.replace(full, method="keydiff")
-  other = dataclasses.replace(full, method="tova", options="TOVA()")
-  found = found_by(record([full, same, other], kv_dtype="int8"))
-  assert list(found) == ["full", "tova"]
 
 
 def test_the_interval_is_the_bootstrap_of_scipy_task_by_task(answer, record):

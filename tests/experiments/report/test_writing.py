@@ -10,9 +10,8 @@ from made_runs import make_answer
 
 from kvjax.errors import InputError
 from kvjax.experiments.report import compared, score_plots, writing
-from kvjax.experiments.report.means import means
 from kvjax.experiments.report.run_files import Record
-from kvjax.experiments.run import environment, outputs, summaries
+from kvjax.experiments.run import environment, outputs
 from kvjax.experiments.run.results import Results, Settings
 
 TASKS = ("niah_single_2", "niah_multikey_1")
@@ -75,19 +74,6 @@ def summary():
     "seconds": {"total": 1.0},
     "rows": rows,
   }
-
-
-def test_rows_at_retention_one_change_neither_table_nor_plot(summary):
-  before = means(summary["rows"])
-  rows = summaries.at_retention_one(summary["rows"], ["random", "snapkv.orig"])
-  assert [
-    (r["method"], r["retention"], r["task"], r["score"]) for r in rows
-  ] == [
-    (method, 1.0, task, 100.0)
-    for method in ("random", "snapkv.orig")
-    for task in TASKS
-  ]
-  assert means([*summary["rows"], *rows]) == before
 
 
 def test_a_comparison_has_a_cell_and_a_line_per_method_and_budget(summary):
