@@ -3,7 +3,7 @@
 import functools
 import math
 import pathlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +19,7 @@ from kvjax.errors import InputError
 from kvjax.files import write_json
 from kvjax.hosts import read, spread
 from kvjax.models.config import DecoderConfig
-from kvjax.models.tensor_files import INDEX, SINGLE, Tensors
+from kvjax.models.tensor_files import INDEX, Tensors
 from kvjax.models.tensor_names import EMBEDDING, OUTPUT, Piece, find_pieces
 
 _SOURCE_DTYPES = ("F32", "F16", "BF16")
@@ -93,24 +93,24 @@ def write_weights(
     InputError: a file cannot be written.
     OSError: likewise.
   """
-  leaves = jax.tree_util.tree_flatten_with_path(params)[0]
+  # Takes a while, as where models are downloaded.
+  from huggingface_hub import split_state_dict_into_shards_factory
+
   whole: dict[str, list[_Part]] = {}
-  for path, leaf in leaves:
+  for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
     for piece in find_pieces(config, path, leaf):
       whole.setdefault(piece.name, []).append(_Part(piece, leaf))
-  # Sorted by layer, so that a layer is in as few files as possible.
-  parts = sorted(whole.values(), key=lambda parts: _layer(parts[0].piece))
-  shards = list(_shards(parts, max_shard_bytes))
-  names = [SINGLE]
-  if len(shards) > 1:
-    count = len(shards)
-    names = [
-      f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)
-    ]
+  split = split_state_dict_into_shards_factory(
+    # Sorted by layer, so that a layer is in as few files as possible.
+    {name: whole[name] for name in sorted(whole, key=_layer)},
+    get_storage_size=lambda parts: sum(part.piece.nbytes for part in parts),
+    filename_pattern="model{suffix}.safetensors",
+    max_shard_size=max_shard_bytes,
+  )
   failure: OSError | InputError | None = None
-  for name, shard in zip(names, shards, strict=True):
+  for name, shard in split.filename_to_tensors.items():
     # All hosts, to the end: the others would wait for one that stops.
-    tensors = {parts[0].piece.name: _whole(parts) for parts in shard}
+    tensors = {tensor: _whole(whole[tensor]) for tensor in shard}
     if directory is not None and failure is None:
       try:
         _write_shard(tensors, directory / name)
@@ -121,18 +121,9 @@ def write_weights(
     del tensors
   if failure is not None:
     raise failure
-  if directory is None or len(shards) == 1:
-    return
-  total = sum(leaf.nbytes for _, leaf in leaves)
-  index = {
-    "metadata": {"total_size": total},
-    "weight_map": {
-      parts[0].piece.name: name
-      for name, shard in zip(names, shards, strict=True)
-      for parts in shard
-    },
-  }
-  write_json(directory / INDEX, index)
+  if directory is not None and split.is_sharded:
+    index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+    write_json(directory / INDEX, index)
 
 
 class _Part(NamedTuple):
@@ -149,9 +140,9 @@ class _Part(NamedTuple):
     return read(parameter)
 
 
-def _layer(piece: Piece) -> int:
+def _layer(tensor: str) -> int:
   """Number of the layer of a tensor, by its name; -1 outside of the layers."""
-  parts = piece.name.split(".")
+  parts = tensor.split(".")
   return int(parts[2]) if parts[1] == "layers" else -1
 
 
@@ -282,21 +273,6 @@ def _empty(
   memory = np.empty(nbytes + _ALIGNMENT, np.uint8)
   start = -memory.ctypes.data % _ALIGNMENT
   return memory[start : start + nbytes].view(dtype).reshape(shape)
-
-
-def _shards(
-  tensors: Iterable[list[_Part]], max_bytes: int
-) -> Iterator[list[list[_Part]]]:
-  shard: list[list[_Part]] = []
-  size = 0
-  for parts in tensors:
-    nbytes = sum(part.piece.nbytes for part in parts)
-    if shard and size + nbytes > max_bytes:
-      yield shard
-      shard, size = [], 0
-    shard.append(parts)
-    size += nbytes
-  yield shard
 
 
 def _whole(parts: Sequence[_Part]) -> np.ndarray:
