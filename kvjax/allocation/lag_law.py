@@ -11,7 +11,6 @@ from kvjax.allocation.partitions import Partitions
 from kvjax.cache.layers import LayerCache
 from kvjax.errors import InputError
 from kvjax.options.budgets import Budget, Retention
-from kvjax.prompts import bucket_lengths
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +47,7 @@ class LagLaw(Allocation):
   def counts(
     self, budget: Budget, lengths: Int[np.ndarray, " n"], sizes: Sizes
   ) -> Int[np.ndarray, "L n"]:
-    """The law, the same for all layers."""
+    """The law, the same for all layers; it is not monotonic in the length."""
     kept = [self._kept(budget, int(n)) for n in lengths]
     return np.tile(np.array(kept, np.int32), (sizes.layers, 1))
 
@@ -62,13 +61,6 @@ class LagLaw(Allocation):
     # The law, solved for the tokens per partition.
     per_partition = round((budget.num_kept(length) - fixed) / scored)
     return min(max(per_partition, 0), self.lag)
-
-  def capacities(
-    self, budget: Budget, padded: int, sizes: Sizes
-  ) -> Int[np.ndarray, " L"]:
-    """Maximum over all lengths; the law is not monotonic."""
-    most = max(self._kept(budget, n) for n in bucket_lengths(padded))
-    return np.full(sizes.layers, most, np.int32)
 
   def capacity_between(self, budget: Budget, padded: int) -> int:
     """Maximum tokens of a row of up to `padded` after an eviction."""

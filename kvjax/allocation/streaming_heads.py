@@ -17,7 +17,6 @@ from kvjax.errors import InputError
 from kvjax.model import Geometry
 from kvjax.options.bounds import check_least, check_share
 from kvjax.options.budgets import Budget
-from kvjax.prompts import bucket_lengths
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,13 +97,6 @@ class StreamingHeads(Allocation):
     """Number of tokens that all heads of a row keep together in each layer."""
     by_row = [self._totals(budget, int(n), sizes) for n in lengths]
     return np.stack(by_row, axis=1).astype(np.int32)
-
-  def capacities(
-    self, budget: Budget, padded: int, sizes: Sizes
-  ) -> Int[np.ndarray, " L"]:
-    """Maximum over all lengths: a longer row may have more that streams."""
-    lengths = np.array(bucket_lengths(padded))
-    return self.counts(budget, lengths, sizes).max(axis=1)
 
   def evaluate(
     self,
