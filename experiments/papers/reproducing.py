@@ -20,12 +20,12 @@ from kvjax.experiments.papers.data_model import (
   Targets,
 )
 from kvjax.experiments.papers.registry import EXPERIMENTS, PAPERS
-from kvjax.experiments.report import page_parts, wording
+from kvjax.experiments.report import formats, page_parts, wording
 
 PAGE = pathlib.Path("docs", "reproducing.md")
 _PART = "experiments"
 _HEAD = ("experiment", "needs", "arguments", "min", "the paper", "ours")
-_ALIGNED = (":--", ":--", ":--", "--:", ":--", ":--")
+_LEFT = (0, 1, 2, 4, 5)
 _NOT_RUN = "not run"
 _UNKNOWN = "no numbers known here"
 # Lines of a table whose method does not bear the paper's name.
@@ -50,11 +50,8 @@ def replace_tables(page: str) -> str:
 def _section(paper: str) -> str:
   experiments = [e for e in EXPERIMENTS.values() if e.paper == paper]
   usual = PAPERS[paper]["models"]
-  rows = [_HEAD, _ALIGNED, *(_row(e, usual) for e in experiments)]
-  lines = (
-    "|".join(f" {cell} " if cell else " " for cell in row) for row in rows
-  )
-  table = "".join(f"|{line}|\n" for line in lines)
+  rows = (_row(e, usual) for e in experiments)
+  table = formats.grid(_HEAD, rows, _LEFT)
   return (
     f"## {paper}\n\nModels, unless a row names others: {usual}.\n\n"
     f"{table}\n{PAPERS[paper]['missing']}\n"

@@ -27,7 +27,7 @@ from kvjax.engine.decode import DecodedTokens, DecodingInputs, decode
 from kvjax.experiments import cli
 from kvjax.experiments.compilation.engine_programs import placed_shapes
 from kvjax.experiments.compilation.published import Published
-from kvjax.experiments.report import page_parts
+from kvjax.experiments.report import formats, page_parts, wording
 from kvjax.kernels.compiled.collectives import (
   Collective,
   collectives,
@@ -68,7 +68,6 @@ _EVERY = 16
 _DECODING = kvjax.Decoding(32)
 # What methods ask the model to repeat is not decoded.
 _REQUEST = kvjax.RepeatRequest((3, 1, 4), (11, 12), (13, 14, 15), (9, 2))
-_NOTHING = "–"
 _PARTS = {"steps": False, "evicting_steps": True}
 
 
@@ -211,7 +210,7 @@ def cell(found: list[Collective]) -> str:
   """Formats collectives: how often each kind runs, and the bytes of all."""
   kinds = [f"{number} {opcode}" for opcode, number in counts(found).items()]
   if not kinds:
-    return _NOTHING
+    return wording.NOTHING
   return f"{', '.join(kinds)}: {total_bytes(found):,}"
 
 
@@ -235,12 +234,9 @@ def _table(rows: Mapping[str, Sequence[str]]) -> str:
   alike: dict[tuple[str, ...], list[str]] = {}
   for name, sizes in rows.items():
     alike.setdefault(tuple(sizes), []).append(f"`{name}`")
-  lines = [
-    ("method", *(f"`{axes}`" for axes in MESHES)),
-    (":--",) * (1 + len(MESHES)),
-    *((", ".join(names), *sizes) for sizes, names in alike.items()),
-  ]
-  return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+  header = ["method", *(f"`{axes}`" for axes in MESHES)]
+  lines = [(", ".join(names), *sizes) for sizes, names in alike.items()]
+  return formats.grid(header, lines, left=range(len(header)))
 
 
 def main() -> None:
