@@ -201,11 +201,29 @@ def on_device(tree: PyTree) -> list[jax.ShapeDtypeStruct]:
   return [x for x in jax.tree.leaves(tree) if not is_on_host(x)]
 
 
-def unread(model: DecoderModel, params: nnx.State) -> int:
-  """Counts the bytes of weights that one token does not need."""
+def share_bytes(tree: PyTree) -> int:
+  """Counts the bytes of a device's shard of some shapes."""
+  return sum(
+    math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+    for x in jax.tree.leaves(tree)
+  )
+
+
+def unread(
+  model: DecoderModel,
+  params: nnx.State,
+  nbytes: Callable[[PyTree], int] = share_bytes,
+) -> int:
+  """Counts the bytes of weights that one token does not need.
+
+  Args:
+    model: the model.
+    params: its weights, or their shapes.
+    nbytes: counts those of a tree; by default of a device's shards.
+  """
   # Of the embedding, it reads one row, or all as the output matrix.
   tied = model.config.tie_embeddings
-  spared = 0 if tied else share_bytes(params["embed_tokens"])
+  spared = 0 if tied else nbytes(params["embed_tokens"])
   sizes = model.config.experts
   if sizes is not None:
     experts = [
@@ -214,7 +232,7 @@ def unread(model: DecoderModel, params: nnx.State) -> int:
       if "experts" in stack["mlp"]
     ]
     idle = sizes.count - sizes.per_token
-    spared += share_bytes(experts) * idle // sizes.count
+    spared += nbytes(experts) * idle // sizes.count
   return spared
 
 
@@ -293,11 +311,3 @@ def offloaded(cache: Cache) -> PyTree:
     for stack in cache.stacks
     if isinstance(stack, SparseLayer) and stack.retrieval.offload
   ]
-
-
-def share_bytes(tree: PyTree) -> int:
-  """Counts the bytes of a device's shard of some shapes."""
-  return sum(
-    math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
-    for x in jax.tree.leaves(tree)
-  )

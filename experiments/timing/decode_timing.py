@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 import kvjax
+from kvjax.experiments.compilation.engine_programs import unread
 from kvjax.experiments.report import wording
 from kvjax.experiments.report.formats import Table
 from kvjax.experiments.run import prefilling, progress_bar, stopwatch
@@ -27,8 +28,8 @@ class Decoded(NamedTuple):
     cache_bytes: bytes allocated for all rows.
     read_tokens: tokens that a token attends to, mean over rows, layers and KV
       heads.
-    least_bytes: bytes that a step must move: weights, and the keys and values
-      that all rows read.
+    least_bytes: bytes that a step must move: the weights that one token needs,
+      and the keys and values that all rows read.
     seconds: seconds per step (one token per row) in each round.
   """
 
@@ -117,14 +118,9 @@ def table(copies: Copies, results: Sequence[Decoded], rows: int) -> Table:
 
 
 def weight_bytes(lm: Pretrained) -> int:
-  """Counts bytes of the weights without an embedding, of which rows are read.
-
-  A tied one is the output matrix, too.
-  """
-  total = tree_bytes(lm.params)
-  if lm.config.tie_embeddings:
-    return total
-  return total - tree_bytes(lm.params["embed_tokens"])
+  """Counts bytes of the weights that a token needs, on all devices."""
+  spared = unread(lm.model, lm.params, tree_bytes)
+  return tree_bytes(lm.params) - spared
 
 
 def _read_bytes(lm: Pretrained, cache: kvjax.Cache) -> float:

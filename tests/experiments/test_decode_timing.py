@@ -13,6 +13,7 @@ from kvjax.experiments.timing.decode_timing import Decoded
 from kvjax.experiments.timing.kernel_timing import Copies
 from kvjax.experiments.timing.random_models import random_llama
 from kvjax.models.pretrained import Pretrained
+from kvjax.struct import tree_bytes
 
 FULL, KEYDIFF, FLAT = candidates(["keydiff", "flat"], [kvjax.Retention(0.25)])
 
@@ -56,6 +57,29 @@ def test_a_step_reads_all_weights_but_an_embedding(tied):
   wanted = 2 * (4 * 8 * 8 + 3 * 8 * 16 + 2 * 8) + 8 + 8 * 100
   lm = Pretrained(model, params, config, None)
   assert decode_timing.weight_bytes(lm) == 4 * wanted
+
+
+def test_a_step_reads_the_experts_that_a_token_needs():
+  config, model, params = random_llama(
+    model_type="qwen3_moe",
+    hidden_size=8,
+    intermediate_size=16,
+    num_hidden_layers=2,
+    num_attention_heads=1,
+    num_key_value_heads=1,
+    vocab_size=100,
+    max_position_embeddings=64,
+    num_experts=4,
+    num_experts_per_tok=1,
+    moe_intermediate_size=24,
+    decoder_sparse_step=1,
+    mlp_only_layers=[],
+    norm_topk_prob=True,
+  )
+  lm = Pretrained(model, params, config, None)
+  # Three experts of two layers, each of three matrices, are idle.
+  idle = 3 * 2 * 3 * 8 * 24
+  assert decode_timing.weight_bytes(lm) == tree_bytes(params) - 4 * idle
 
 
 def test_steps_are_compared_with_the_first_and_with_copies():
