@@ -21,7 +21,6 @@ draws the largest batch against retention into results/plan.png.
 import contextlib
 import dataclasses
 
-import jax
 from absl import flags
 
 import kvjax
@@ -155,7 +154,7 @@ def _plan(use: Use) -> None:
       "'data' of --mesh, which shares out the rows of a batch."
     )
   cli.announce()
-  _prepare()
+  chips.prepare_libtpu()
   chip = slice_.load(rows, use.model.kv_heads, tokens)
   # For the batch, and for larger ones; see `_largest`.
   count = 3 if use.rows == chip.rows else 2
@@ -207,7 +206,7 @@ def _search(use: Use) -> None:
   refusals.refuse_unknown("chips", _CHIPS.value, slices.KINDS)
   output = outputs.file(_OUTPUT.value)
   cli.announce()
-  _prepare()
+  chips.prepare_libtpu()
   kinds = list(dict.fromkeys(_CHIPS.value))
   drawn = {}
   _say(f"{tables.describe(use)}\n")
@@ -233,13 +232,6 @@ def _search(use: Use) -> None:
   figure = search_picture.draw(title, drawn)
   outputs.write_bytes(output, pictures.png(figure))
   _say(tables.sources(kinds), f"The picture is {output}.")
-
-
-def _prepare() -> None:
-  """Makes libtpu compile without a TPU."""
-  chips.prepare_libtpu()
-  # Without a TPU, programs for one can be written to the cache but not read.
-  jax.config.update("jax_enable_compilation_cache", False)
 
 
 def _say(*texts: str) -> None:
