@@ -113,13 +113,13 @@ def estimate(
   return Estimate(seconds / devices / multihost.sharing())
 
 
-def in_words(seconds: float) -> str:
-  """Rounds a time to one digit, as in `40 s`, `3 min` or `2 h`."""
+def in_words(seconds: float, digits: int = 1) -> str:
+  """Rounds a time to a few digits, as in `40 s`, `3 min` or `2 h`."""
   for name, unit in (("s", 1.0), ("min", _MINUTE), ("h", _HOUR)):
-    number = max(float(f"{seconds / unit:.0e}"), 1.0)
+    number = max(float(f"{seconds / unit:.{digits - 1}e}"), 1.0)
     if number < _MINUTE or name == "h":
       break
-  return f"{number:.0f} {name}"
+  return f"{number:g} {name}"
 
 
 class _Sizes(NamedTuple):

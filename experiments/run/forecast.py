@@ -17,7 +17,6 @@ from kvjax.experiments.run.memory import cache_bytes
 from kvjax.experiments.run.prompting import Shape
 from kvjax.models.pretrained import Pretrained
 
-_MINUTE = 60.0
 # Contexts that are timed: a whole batch of them may take minutes. Each takes
 # less time in a larger batch, so what is expected is an upper bound.
 _TIMED = 2
@@ -110,10 +109,11 @@ class Pace(NamedTuple):
     return cls(contexts, first, again, total)
 
   def __str__(self) -> str:
+    total = estimate.in_words(self.total, digits=2)
     return (
       f"{wording.count(self.contexts, 'context')} took {self.first:.1f} s, and "
-      f"{self.again:.1f} s once programs were compiled: expect up to "
-      f"{_duration(self.total)} for all on this machine. Nothing was written."
+      f"{self.again:.1f} s once programs were compiled: expect up to {total} "
+      "for all on this machine. Nothing was written."
     )
 
 
@@ -193,10 +193,3 @@ def _caches(lm: Pretrained, work: Work) -> Table:
   ]
   title = f"about the size of a cache, for a context of {tokens} tokens"
   return Table(title, ["method", "budget", name], lines, names=2)
-
-
-def _duration(seconds: float) -> str:
-  """Formats a duration: `40 s` or `3 min`."""
-  if seconds < 2 * _MINUTE:
-    return f"{seconds:.0f} s"
-  return f"{seconds / _MINUTE:.0f} min"

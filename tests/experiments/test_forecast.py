@@ -126,7 +126,8 @@ def test_two_contexts_are_timed_however_many_a_batch_has(tiny, results):
 
 
 @pytest.mark.parametrize(
-  ("seconds", "text"), [(0.4, "0 s"), (119, "119 s"), (150, "2 min")]
+  ("seconds", "text"), [(0.4, "1 s"), (52, "52 s"), (150, "2.5 min")]
 )
-def test_durations_have_a_unit_to_think_in(seconds, text):
-  assert forecast._duration(seconds) == text
+def test_what_was_timed_is_told_in_two_digits(seconds, text):
+  pace = forecast.Pace(1, 2.0, 1.0, seconds)
+  assert f"expect up to {text} for all" in str(pace)
