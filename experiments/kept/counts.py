@@ -12,11 +12,11 @@ from jaxtyping import Array, Float, Int, PyTree
 import kvjax
 from kvjax.activations import Activations
 from kvjax.cache.base import Layer
-from kvjax.cache.retrieve import retrieved_slots
 from kvjax.cache.sparse import SparseLayer
 from kvjax.engine.forward import hidden_states
 from kvjax.errors import InputError
 from kvjax.experiments.run.candidates import Candidate
+from kvjax.experiments.run.retrieval_quality import retrieved
 from kvjax.model import Model
 
 
@@ -119,11 +119,7 @@ def _retrieved_positions(
   layer: SparseLayer, token: Activations
 ) -> Int[Array, "B K F"]:
   """Returns positions of stored tokens that a token reads, -1 for others."""
-  queries, positions = token.queries[:, :, 0], token.positions[:, 0]
-  options = token.attention
-  _, selection = layer.retrieve(layer.index, queries, positions, options)
-  retrieved = retrieved_slots(selection, layer.stored.capacity)
-  return jnp.where(retrieved, layer.stored.positions, -1)
+  return jnp.where(retrieved(layer, token), layer.stored.positions, -1)
 
 
 def _last_activations(

@@ -155,13 +155,13 @@ def _quality(
   """Compares a layer's output and retrieved keys with the exact ones."""
   off = jnp.linalg.norm((output - dense).astype(jnp.float32), axis=-1)
   size = jnp.linalg.norm(dense.astype(jnp.float32), axis=-1)
-  retrieved = _retrieved(layer, activations)
-  exact = _retrieved(
+  found = retrieved(layer, activations)
+  exact = retrieved(
     dataclasses.replace(layer, retrieval=Flat(), index=None), activations
   )
   wanted = jnp.sum(exact.astype(jnp.float32), axis=-1)
-  hits = jnp.sum((retrieved & exact).astype(jnp.float32), axis=-1)
-  read = jnp.sum(retrieved.astype(jnp.float32), axis=-1)
+  hits = jnp.sum((found & exact).astype(jnp.float32), axis=-1)
+  read = jnp.sum(found.astype(jnp.float32), axis=-1)
   return Quality(
     jnp.mean(hits / jnp.maximum(wanted, 1.0), axis=-1),
     jnp.mean(off / jnp.maximum(size, 1e-6), axis=(-2, -1)),
@@ -169,16 +169,11 @@ def _quality(
   )
 
 
-def _retrieved(
-  layer: SparseLayer, activations: Activations
-) -> Bool[Array, "B K F"]:
+def retrieved(layer: SparseLayer, token: Activations) -> Bool[Array, "B K F"]:
   """Computes the mask of stored slots that any head of a group retrieves."""
-  _, selection = layer.retrieve(
-    layer.index,
-    activations.queries[:, :, 0],
-    activations.positions[:, 0],
-    activations.attention,
-  )
+  queries, positions = token.queries[:, :, 0], token.positions[:, 0]
+  options = token.attention
+  _, selection = layer.retrieve(layer.index, queries, positions, options)
   return retrieved_slots(selection, layer.stored.capacity)
 
 
