@@ -20,8 +20,7 @@ import dataclasses
 from absl import flags, logging
 
 from kvjax import models
-from kvjax.errors import InputError
-from kvjax.experiments import cli
+from kvjax.experiments import cli, refusals
 from kvjax.experiments.finetuning import documents, training
 from kvjax.experiments.finetuning.tuner import Recipe, Tuner
 from kvjax.experiments.inputs import document_inputs, host_inputs, run_inputs
@@ -73,10 +72,7 @@ _SEED = flags.DEFINE_integer(
 
 
 def _recipe() -> Recipe:
-  if not 0 < _RATE.value <= 1:
-    raise InputError(
-      f"--learning_rate is a number above 0 and at most 1; it is {_RATE.value}."
-    )
+  refusals.refuse_learning_rate()
   lora.check(_RANK.value, _TARGETS.value)
   return Recipe(
     rank=_RANK.value,

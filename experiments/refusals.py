@@ -1,4 +1,4 @@
-"""Refuses flags that contradict each other, and lists of wrong names."""
+"""Refuses flags that contradict each other, and wrong names and rates."""
 
 from collections.abc import Collection, Sequence
 
@@ -31,6 +31,19 @@ def refuse_no_methods(example: str) -> None:
   """
   if not flags.FLAGS.methods:
     raise InputError(f"--methods is empty; {example} would be two.")
+
+
+def refuse_learning_rate() -> None:
+  """Rejects a --learning_rate that no optimizer takes.
+
+  Raises:
+    InputError: it is not above 0 and at most 1.
+  """
+  rate = flags.FLAGS.learning_rate
+  if not 0 < rate <= 1:
+    raise InputError(
+      f"--learning_rate is a number above 0 and at most 1; it is {rate}."
+    )
 
 
 def refuse_unknown(

@@ -23,7 +23,7 @@ from absl import flags
 
 from kvjax import models
 from kvjax.errors import InputError
-from kvjax.experiments import cli
+from kvjax.experiments import cli, refusals
 from kvjax.experiments.finetuning import documents
 from kvjax.experiments.gate_training import examples
 from kvjax.experiments.gate_training.fitting import Kind, Recipe
@@ -75,10 +75,7 @@ _STEP = flags.DEFINE_integer(
 
 def _check_flags() -> None:
   outputs.check_option(_OUTPUT.value)
-  if not 0 < _RATE.value <= 1:
-    raise InputError(
-      f"--learning_rate is a number above 0 and at most 1; it is {_RATE.value}."
-    )
+  refusals.refuse_learning_rate()
   if _HIDDEN.value is not None and _KIND.value == "linear":
     raise InputError("A linear map has no hidden layer; leave out --hidden.")
 
