@@ -252,6 +252,13 @@ def locked(folder: Path) -> Iterator[None]:
     os.close(number)
 
 
+def orbax() -> Any:
+  """Imports orbax, for which a program that saves nothing need not wait."""
+  from orbax.checkpoint import v1
+
+  return v1
+
+
 def reason(error: Exception) -> str:
   """Says why a file cannot be written or read, in the system's words.
 

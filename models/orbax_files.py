@@ -42,7 +42,7 @@ def write_checkpoint(params: nnx.State, directory: pathlib.Path) -> None:
   if jax.process_count() > 1 and not hosts.spread(params):
     # Orbax takes arrays of a host's own devices from one host only in NumPy.
     params = jax.device_get(params)
-  ocp = _orbax()
+  ocp = files.orbax()
   # All hosts must name the same path, and tempfile leaves out any "..".
   path = os.path.abspath(directory / CHECKPOINT)
   context = ocp.Context()
@@ -105,13 +105,6 @@ def without_log() -> Iterator[None]:
     logging.set_verbosity(before)
 
 
-def _orbax() -> Any:
-  """Imports orbax, for which other programs need not wait."""
-  from orbax.checkpoint import v1
-
-  return v1
-
-
 def _keys(path: tuple[Any, ...]) -> tuple[str, ...]:
   """Keys of a parameter in the checkpoint, by its path in the state."""
   return tuple(str(k.key) for k in path if isinstance(k, jax.tree_util.DictKey))
@@ -123,7 +116,7 @@ def _check(
   """Compares what is stored with what the decoder wants; reads no weights."""
   try:
     with without_log():
-      tree = _orbax().metadata(place).metadata
+      tree = files.orbax().metadata(place).metadata
     if not isinstance(tree, dict):
       raise ValueError("orbax cannot read the description of the tree")
   except Exception as error:  # Orbax and tensorstore raise all kinds.
@@ -171,7 +164,7 @@ def _read(
     wanted = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
   for key in reversed(keys):
     wanted = {key: wanted}
-  ocp = _orbax()
+  ocp = files.orbax()
   context = ocp.Context()
   context.pytree.loading.partial_load = True
   try:

@@ -118,7 +118,7 @@ def save_cache(
   try:
     # Orbax refuses arrays without elements, which the description restores.
     filled = {path: array for path, array in arrays.items() if array.size}
-    _orbax().save(directory / name, filled)
+    files.orbax().save(directory / name, filled)
   except BaseException as error:
     failure = error
 
@@ -246,16 +246,9 @@ def _restored(
     raise _damaged(directory)
   arrays = empty_arrays(saved["cache"])
   filled = {path: array for path, array in arrays.items() if array.size}
-  arrays |= _orbax().load(directory / saved["arrays"], filled)
+  arrays |= files.orbax().load(directory / saved["arrays"], filled)
   cache: Cache = restore(saved["cache"], arrays)
   return cache
-
-
-def _orbax() -> Any:
-  """Imports orbax, for which a program that saves nothing need not wait."""
-  from orbax.checkpoint import v1
-
-  return v1
 
 
 def _damaged(directory: pathlib.Path) -> InputError:

@@ -8,7 +8,7 @@ import pytest
 from odd_files import refused
 
 import kvjax
-from kvjax.checkpoint import saving
+from kvjax import files
 from kvjax.experiments.reference.progress import Checkpoints, Progress
 from kvjax.experiments.run.claiming import claim
 from kvjax.testing import TinyModel
@@ -85,7 +85,7 @@ def test_a_full_disk_leaves_no_cache(tmp_path, monkeypatch, error):
   plan = kvjax.get_plan("keydiff", kvjax.Tokens(3))
   prompts = kvjax.Prompts.of([[1, 2, 3, 4], [5, 6]])
   cache, _ = kvjax.prefill(model, model.init(), prompts, plan)
-  monkeypatch.setattr(saving._orbax(), "save", fail(error))
+  monkeypatch.setattr(files.orbax(), "save", fail(error))
   refused(
     lambda: kvjax.save_cache(cache, tmp_path, model=model, model_id="a"),
     f"cannot be written to {tmp_path}: No space left on device",

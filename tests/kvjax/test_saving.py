@@ -23,6 +23,7 @@ from saved_caches import (
 )
 
 import kvjax
+from kvjax import files
 from kvjax.cache.cache import Cache
 from kvjax.cache.packed import PackedLayer
 from kvjax.cache.sharding import parse_mesh
@@ -264,7 +265,7 @@ def test_a_save_that_fails_leaves_what_was_there(cache, tmp_path, monkeypatch):
     raise KeyboardInterrupt
 
   for place, name in (
-    (saving._orbax(), "save"),
+    (files.orbax(), "save"),
     (saving.pathlib.Path, "replace"),
   ):
     with monkeypatch.context() as patch:

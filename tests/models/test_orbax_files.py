@@ -13,9 +13,9 @@ import pytest
 from orbax.checkpoint import v1 as ocp
 
 import kvjax
+from kvjax import files
 from kvjax.cache.sharding import parse_mesh
 from kvjax.errors import InputError
-from kvjax.models import orbax_files
 from kvjax.models.pretrained import load
 from kvjax.models.saving import save
 
@@ -318,7 +318,7 @@ def test_a_full_disk_leaves_the_model_as_it_was(directory, monkeypatch, error):
     raise error
 
   with monkeypatch.context() as patched:
-    patched.setattr(orbax_files._orbax(), "save", fail)
+    patched.setattr(files.orbax(), "save", fail)
     with pytest.raises(InputError) as caught:
       save(lm, directory, format="orbax")
   assert str(caught.value) == (
