@@ -14,7 +14,7 @@ import jax
 from absl import app, flags, logging
 
 from kvjax import addresses, files, user_cache
-from kvjax.errors import InputError, InputWarning
+from kvjax.errors import InputError, InputWarning, readable
 from kvjax.experiments import exits, help_pages, interrupts
 from kvjax.experiments.inputs import plugin_inputs
 from kvjax.experiments.run import (
@@ -30,7 +30,6 @@ _CACHE_BYTES = 2**31
 # Of numbers, and of texts in messages.
 _LARGEST = 2**31 - 1
 _LONGEST = 300
-_LONGEST_SENTENCE = 3000
 # Flags of files and folders that a program only reads.
 _FETCHED = {"model", "data", "documents", "essay", "text", "calibrations"}
 _FLAG_FILES = ("--flagfile", "-flagfile")
@@ -107,7 +106,7 @@ def run_on_arguments(
     except OSError as error:
       if error.strerror is None:
         raise
-      path = _shorten(str(error.filename or "A file"))
+      path = readable(str(error.filename or "A file"), _LONGEST)
       _refuse(f"{path} cannot be used: {error.strerror}.")
     except exits.RefusedError as refused:
       _say_refused(str(refused))
@@ -174,9 +173,9 @@ def _check_values(arguments: Sequence[str], sends: bool) -> None:
     if isinstance(value, str) and flag.name not in known:
       addresses.check_local(value)
     if type(value) is int and abs(value) > _LARGEST:
+      shown = readable(str(value), _LONGEST)
       raise InputError(
-        f"--{flag.name} is {_shorten(str(value))}; the largest number is "
-        f"{_LARGEST}."
+        f"--{flag.name} is {shown}; the largest number is {_LARGEST}."
       )
 
 
@@ -268,7 +267,7 @@ def _parse(argv: Sequence[str]) -> list[str]:
   except flags.UnrecognizedFlagError as error:
     _refuse(_no_flag(error.flagname))
   except flags.Error as error:
-    _refuse(f"{_shorten(_said_by(error))}; --help lists the flags.")
+    _refuse(f"{readable(_said_by(error), _LONGEST)}; --help lists the flags.")
   return rest
 
 
@@ -290,17 +289,16 @@ def _no_flag(name: str) -> str:
       "trials, reproduce, retrieval_recall, calibrate, calibrate_queries, "
       "train_gate and finetune run on several."
     )
-  guess = suggest(name, own)
+  guess, shown = suggest(name, own), readable(name, _LONGEST)
   if "trials" in own:
     return (
-      f"There is no flag --{_shorten(name)} of trials{guess}; flags of "
-      "evaluate come after --, as in kvjax trials --trials=2 -- "
-      "--methods=keydiff."
+      f"There is no flag --{shown} of trials{guess}; flags of evaluate come "
+      "after --, as in kvjax trials --trials=2 -- --methods=keydiff."
     )
   flag, meaning = _OF_KVPRESS.get(name, ("", ""))
   if flag in own:
     guess = f"; give --{flag}{meaning}"
-  return f"There is no flag --{_shorten(name)}{guess}; --help lists the flags."
+  return f"There is no flag --{shown}{guess}; --help lists the flags."
 
 
 def _flags_and_values(arguments: Sequence[str]) -> Iterator[str]:
@@ -309,16 +307,9 @@ def _flags_and_values(arguments: Sequence[str]) -> Iterator[str]:
     yield from argument.split("=", 1)
 
 
-def _shorten(text: str, longest: int = _LONGEST) -> str:
-  """Leaves out the middle of a long text."""
-  if len(text) <= longest:
-    return text
-  return f"{text[: longest // 2]} ... {text[-longest // 4 :]}"
-
-
 def _refuse(sentence: str) -> NoReturn:
   """Ends the program on all hosts, with a sentence from the first one."""
-  _say_refused(multihost.refuse(_shorten(sentence, _LONGEST_SENTENCE)))
+  _say_refused(multihost.refuse(readable(sentence)))
 
 
 def _say_refused(sentence: str) -> NoReturn:

@@ -23,7 +23,7 @@ class InputError(ValueError):
   """
 
   def __init__(self, sentence: str) -> None:
-    super().__init__(_readable(sentence))
+    super().__init__(readable(sentence))
 
 
 class InputWarning(UserWarning):
@@ -35,19 +35,19 @@ class InputWarning(UserWarning):
 
 def warn(sentence: str) -> None:
   """Warns of a possible mistake, at the line of the caller that made it."""
-  warnings.warn(_readable(sentence), InputWarning, skip_file_prefixes=_OWN)
+  warnings.warn(readable(sentence), InputWarning, skip_file_prefixes=_OWN)
 
 
-def _readable(sentence: str) -> str:
+def readable(text: str, longest: int = _LONGEST) -> str:
   """Shows what names in files may hide; leaves out the middle if it is long."""
   # Names may break lines, and move a terminal's cursor.
   shown = "".join(
     char if char.isprintable() else char.encode("unicode_escape").decode()
-    for char in sentence
+    for char in text
   )
-  if len(shown) <= _LONGEST:
+  if len(shown) <= longest:
     return shown
-  return f"{shown[: _LONGEST // 2]} ... {shown[-_LONGEST // 4 :]}"
+  return f"{shown[: longest // 2]} ... {shown[-longest // 4 :]}"
 
 
 @contextlib.contextmanager

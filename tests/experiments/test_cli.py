@@ -133,8 +133,9 @@ def test_what_the_default_flags_take_is_said_of_these(
     ("--samples=", "--samples takes a whole number, not ''"),
     ("--dry_run=maybe", "--dry_run takes true or false, not 'maybe'"),
     ("--batch=0", "flag --batch=0: 0 is not a positive integer"),
+    ("--a\x1b[2J", "There is no flag --a\\x1b[2J"),
   ],
-  ids=["fraction", "nothing", "word", "range"],
+  ids=["fraction", "nothing", "word", "range", "unknown"],
 )
 def test_values_are_refused_without_words_of_python(refusal, argument, said):
   told = refusal("kvjax.experiments.evaluate", argument)
