@@ -46,6 +46,9 @@ class Adaptive(Allocation):
       their sum in its B - W best; for non-negative scores.
   """
 
+  ragged = True
+  votes = True
+
   over: Allocation
   alpha: float = 0.2
   normalize: bool = False
@@ -59,19 +62,9 @@ class Adaptive(Allocation):
       )
 
   @property
-  def ragged(self) -> bool:
-    """True: heads keep different numbers of tokens."""
-    return True
-
-  @property
   def spreads_layers(self) -> bool:
     """Whether the inner allocation spreads budgets over layers."""
     return self.over.spreads_layers
-
-  @property
-  def votes(self) -> bool:
-    """True: heads compete by scores."""
-    return True
 
   def counts(
     self, budget: Budget, lengths: Int[np.ndarray, " n"], sizes: Sizes

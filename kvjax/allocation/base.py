@@ -120,7 +120,9 @@ class Allocation(abc.ABC):
   """Spreads a budget over layers and heads.
 
   An allocation is a hashable value. Its counts depend on the budget and the
-  lengths alone and are computed on the host, before compilation.
+  lengths alone and are computed on the host, before compilation. What all
+  values of a class declare, such as `ragged = True`, may be an attribute of the
+  class in place of a property.
   """
 
   @property

@@ -17,15 +17,8 @@ class ByThreshold(Allocation):
   once all layers are scored, are at most these.
   """
 
-  @property
-  def ragged(self) -> bool:
-    """True: heads keep different numbers of tokens."""
-    return True
-
-  @property
-  def spreads_layers(self) -> bool:
-    """True: layers keep different numbers of tokens."""
-    return True
+  ragged = True
+  spreads_layers = True
 
   def counts(
     self, budget: Budget, lengths: Int[np.ndarray, " n"], sizes: Sizes

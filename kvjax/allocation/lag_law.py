@@ -31,14 +31,11 @@ class LagLaw(Allocation):
       partition.
   """
 
+  prescribes = True
+
   sinks: int
   lag: int
   of_row: bool = False
-
-  @property
-  def prescribes(self) -> bool:
-    """True: a share of every partition."""
-    return True
 
   def can_follow(self, earlier: Allocation, *, same_budget: bool) -> bool:
     """Only from the same law: what it has kept once has a fixed size."""

@@ -24,13 +24,10 @@ class PerChunk(Allocation):
     ends: number of last tokens of a row that a whole chunk must have room for.
   """
 
+  prescribes = True
+
   length: int = dataclasses.field(metadata={"option": False})
   ends: int = dataclasses.field(default=0, metadata={"option": False})
-
-  @property
-  def prescribes(self) -> bool:
-    """True: a share of every chunk."""
-    return True
 
   def counts(
     self, budget: Budget, lengths: Int[np.ndarray, " n"], sizes: Sizes

@@ -42,6 +42,8 @@ class Pyramid(Allocation):
     beta: steepness of the pyramid.
   """
 
+  spreads_layers = True
+
   over: Allocation
   beta: float = 20.0
 
@@ -57,11 +59,6 @@ class Pyramid(Allocation):
   def ragged(self) -> bool:
     """Whether the inner allocation is ragged."""
     return self.over.ragged
-
-  @property
-  def spreads_layers(self) -> bool:
-    """True: lower layers get more."""
-    return True
 
   @property
   def votes(self) -> bool:

@@ -41,6 +41,12 @@ class StreamingHeads(Allocation):
       a value never has those of another time.
   """
 
+  ragged = True
+  # Layers have different numbers of streaming heads.
+  spreads_layers = True
+  # The gates of a layer are part of its evaluation.
+  votes = True
+
   pattern: str = ""
   keep: int = 384
   share: float = 0.0
@@ -53,21 +59,6 @@ class StreamingHeads(Allocation):
     check_share(self, "share")
     gates = read_pattern(self.pattern).tolist() if self.pattern else []
     object.__setattr__(self, "gates", tuple(map(tuple, gates)))
-
-  @property
-  def ragged(self) -> bool:
-    """True: heads keep everything or little."""
-    return True
-
-  @property
-  def spreads_layers(self) -> bool:
-    """True: layers have different numbers of streaming heads."""
-    return True
-
-  @property
-  def votes(self) -> bool:
-    """True: the gates of a layer are part of its evaluation."""
-    return True
 
   def check_model(self, geometry: Geometry) -> None:
     """Refuses a model with other layers or KV heads than the pattern."""

@@ -23,20 +23,9 @@ class WholeLayer(Allocation):
   2505.23416.
   """
 
-  @property
-  def ragged(self) -> bool:
-    """True: heads keep different numbers of tokens."""
-    return True
-
-  @property
-  def votes(self) -> bool:
-    """True: heads compete by scores."""
-    return True
-
-  @property
-  def ranks_slots(self) -> bool:
-    """True: the best slots of all heads are kept."""
-    return True
+  ragged = True
+  votes = True
+  ranks_slots = True
 
   def counts(
     self, budget: Budget, lengths: Int[np.ndarray, " n"], sizes: Sizes

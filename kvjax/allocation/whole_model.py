@@ -20,20 +20,10 @@ class WholeModel(Allocation):
   Source: Kim et al., arXiv 2505.23416, Section 3.3 (non-uniform budgets).
   """
 
-  @property
-  def ragged(self) -> bool:
-    """True: heads keep different numbers of tokens."""
-    return True
-
-  @property
-  def spreads_layers(self) -> bool:
-    """True: layers get different shares."""
-    return True
-
-  @property
-  def whole_model(self) -> bool:
-    """True: nothing is selected before all layers are scored."""
-    return True
+  ragged = True
+  spreads_layers = True
+  # Nothing is selected before all layers are scored.
+  whole_model = True
 
   def counts(
     self, budget: Budget, lengths: Int[np.ndarray, " n"], sizes: Sizes
