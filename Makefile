@@ -47,7 +47,7 @@ leaderboard: $(READY) $(OUTPUT)/gate/config.json $(QUERIES)
 	  $(BIN)/python -m kvjax.experiments.compare --model='$(MODEL)' \
 	    --length=$$length --samples=24 \
 	    --retention=0.75,0.5,0.25,0.1,0.0625,0.05,0.03125 --timed_rounds=1 \
-	    --methods=default,kvzip.grad,kvzap:gate='$(OUTPUT)/gate',expected_attention:statistics='$(QUERIES)',qfilters:filters='$(QUERIES)' \
+	    --methods=default,kvzip.grad,kvzap:gate='$(OUTPUT)/gate',expected_attention:statistics='$(QUERIES)',qfilters:filters='$(QUERIES)',triattention:statistics='$(QUERIES)' \
 	    --output='$(OUTPUT)'/$$length $(ARGS) || exit; \
 	done
 	@$(BIN)/python -m kvjax.experiments.leaderboard '$(OUTPUT)' \
