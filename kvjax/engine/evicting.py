@@ -41,18 +41,19 @@ def evict_all(model: Model, prepared: PreparedPlan, cache: Cache) -> Cache:
       numbers: Array = numbers,
       spec: LayerSpec = spec,
     ) -> Any:
-      layer: LayerCache = stack.at(index)
-      block = _empty_block(model, prepared, layer, spec)
-      number, capacity = numbers[index], min(prepared.capacity, layer.capacity)
+      view: LayerCache = stack.at(index)
+      number, capacity = numbers[index], min(prepared.capacity, view.capacity)
       budget = prepared.budget(number, capacity, cache.protected)
 
-      def evict(layer: LayerCache) -> LayerCache:
-        return _evict_layer(prepared.plan, number, layer, block, budget)
+      def evict(stack: Any) -> Any:
+        layer: LayerCache = stack.at(index)
+        block = _empty_block(model, prepared, layer, spec)
+        after = _evict_layer(prepared.plan, number, layer, block, budget)
+        return stack.put(index, layer, after)
 
-      due = prepared.is_due(layer, budget)
-      # Nothing is scored unless a row is due.
-      after = jax.lax.cond(due, evict, lambda same: same, layer)
-      return stack.put(index, layer, after)
+      # Unless a row is due, nothing is scored, and no keys are read or written.
+      due = prepared.is_due(view, budget)
+      return jax.lax.cond(due, evict, lambda same: same, stack)
 
     stack = stacks[number]
     stacks[number] = jax.lax.fori_loop(0, len(layers), one_layer, stack)
@@ -94,9 +95,11 @@ def _evict_joined(model: Model, prepared: PreparedPlan, cache: Cache) -> Cache:
   slots = jax.lax.cond(due, select, lambda: none)
 
   def keep(index: Int[Array, ""], stack: Any) -> Any:
-    layer: LayerCache = stack.at(index)
-    after = jax.lax.cond(due, lambda: _keep(layer, slots), lambda: layer)
-    return stack.put(index, layer, after)
+    def put(stack: Any) -> Any:
+      layer: LayerCache = stack.at(index)
+      return stack.put(index, layer, _keep(layer, slots))
+
+    return jax.lax.cond(due, put, lambda same: same, stack)
 
   for number, layers in members.items():
     stacks[number] = jax.lax.fori_loop(0, len(layers), keep, stacks[number])

@@ -1,6 +1,7 @@
 """Eviction that goes on while decoding."""
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,8 @@ import pytest
 import kvjax
 from kvjax.allocation import Sizes, Uniform
 from kvjax.engine import decode
+from kvjax.engine.capacity import prepare_decoding
+from kvjax.engine.evicting import evict_all
 from kvjax.engine.preparing import prepare
 from kvjax.errors import InputError
 from kvjax.model import Geometry
@@ -379,3 +382,18 @@ def test_what_is_remembered_is_dropped_where_nothing_asks_for_it():
       cache, _ = prefill(name, schedule)
       assert cache.layers[0].received is None
       assert cache.layers[0].window is None
+
+
+def test_no_layer_is_written_unless_a_row_is_due():
+  """What the compiled program writes is in the branch of an eviction."""
+  plan = kvjax.get_plan("keydiff", BUDGET, schedule=kvjax.Schedule(every=1))
+  cache, _ = kvjax.prefill(MODEL, PARAMS, PROMPTS, plan)
+  room = kvjax.reserve(cache, tokens=8)
+  lengths = np.array([len(row) for row in ROWS])
+  prepared = prepare_decoding(MODEL, room, lengths, 0, kvjax.Decoding(8))
+  evict = jax.jit(lambda cache: evict_all(MODEL, prepared, cache))
+  compiled = evict.lower(room).compile().as_text()
+  names = re.findall(r'dynamic-update-slice.*op_name="([^"]*)"', compiled)
+  writes = [name for name in names if "while/body" in name]
+  assert writes
+  assert all("cond/branch" in name for name in writes)
