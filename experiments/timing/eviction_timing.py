@@ -14,7 +14,6 @@ import kvjax
 from kvjax.engine.capacity import prepare_decoding
 from kvjax.engine.evicting import evict_all
 from kvjax.engine.prepared import PreparedPlan
-from kvjax.engine.unrolled import TOKENS
 from kvjax.experiments.report.formats import Table
 from kvjax.experiments.run import progress_bar, stopwatch
 from kvjax.experiments.run.candidates import seeded
@@ -22,6 +21,8 @@ from kvjax.models.pretrained import Pretrained
 
 # What evicts, unless methods are named.
 METHODS = ("keydiff", "snapkv", "rkv")
+# Tokens of an answer; CPUs decode one as long as this layer by layer.
+_ANSWER = 512
 _evict = jax.jit(
   evict_all, static_argnames=("model",), donate_argnames=("cache",)
 )
@@ -100,7 +101,7 @@ def measure(
     CPUs run apart, and all end with caches of equally many slots.
   """
   target, every = schedule
-  answer = -(-TOKENS // every) * every
+  answer = -(-_ANSWER // every) * every
   with progress_bar.progress_bar(None, "prefilling", transient=True):
     never = kvjax.get_plan("full", kvjax.Retention(1.0))
     # So short that the answer fills the slots that the others have.

@@ -21,7 +21,7 @@ from kvjax.hosts import is_traced
 from kvjax.model import Attend, Geometry, LayerSpec, Model, ranks
 
 # Tokens of an answer from which on faster steps make up for compilation.
-TOKENS = 512
+TOKENS = 256
 
 
 def layers_apart(
