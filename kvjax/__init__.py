@@ -34,10 +34,10 @@ from kvjax.calibration.record import Calibrated as Calibrated
 from kvjax.calibration.record import Calibration as Calibration
 from kvjax.checkpoint.saving import load_cache as load_cache
 from kvjax.checkpoint.saving import save_cache as save_cache
+from kvjax.engine.capacity import decoding_nbytes as decoding_nbytes
 from kvjax.engine.compression_plan import Plan as Plan
 from kvjax.engine.decode import Decoding as Decoding
 from kvjax.engine.generate import Generated as Generated
-from kvjax.engine.generate import decoding_nbytes as decoding_nbytes
 from kvjax.engine.generate import generate as generate
 from kvjax.engine.generate import reserve as reserve
 from kvjax.engine.likelihood import answer_nll as answer_nll

@@ -106,6 +106,11 @@ class Cache:
     )
     return dataclasses.replace(self, stacks=stacks)
 
+  def widen(self, tokens: int) -> "Cache":
+    """Grows all stacks that grow by as many slots per layer."""
+    capacities = [stack.capacity for stack in self.stacks]
+    return self.grow([n if n is None else n + tokens for n in capacities])
+
   @property
   def lengths(self) -> Int[Array, "L B K"]:
     """Number of tokens per layer with a cache, row and KV head.

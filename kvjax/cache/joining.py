@@ -202,15 +202,33 @@ def stack(caches: Sequence[Cache]) -> Cache:
     >>> kvjax.stack([cache, cache]).next_positions.tolist()
     [4, 2, 4, 2]
   """
+  return stack_with_room(caches, 0)
+
+
+def stack_with_room(caches: Sequence[Cache], tokens: int) -> Cache:
+  """Joins caches as `stack` does, with room for more tokens where it can.
+
+  Slots that are made with the joined cache need no copy of it later.
+
+  Args:
+    caches: the caches; a single one is returned itself.
+    tokens: slots per layer to add. Caches on several devices or on a host get
+      none.
+
+  Raises:
+    InputError: see `stack`.
+  """
   _check_sequence(caches)
   if len(caches) == 1:
     return caches[0]
   if caches:
     largest = functools.reduce(_grown, caches)
-    key = _join_key(largest)
-    if all(_join_key(_grown(cache, largest)) == key for cache in caches):
+    if _all_fit(caches, largest):
       if any(map(_needs_one_program, caches)):
         return _concatenate(tuple(caches))
+      roomy = jax.eval_shape(lambda cache: cache.widen(tokens), largest)
+      if _all_fit(caches, roomy):
+        largest = roomy
       leaves, structure = jax.tree.flatten(largest)
       shapes = tuple((leaf.shape, jnp.dtype(leaf.dtype)) for leaf in leaves)
       joined = _zeros(shapes=shapes, structure=structure, count=len(caches))
@@ -222,6 +240,12 @@ def stack(caches: Sequence[Cache]) -> Cache:
     "fit the stacks of the largest, and that evict by the same plan while "
     "decoding, can be joined; group them with kvjax.group_caches."
   )
+
+
+def _all_fit(caches: Sequence[Cache], shapes: Cache) -> bool:
+  """Whether all caches can grow to these shapes."""
+  key = _join_key(shapes)
+  return all(_join_key(_grown(cache, shapes)) == key for cache in caches)
 
 
 def _needs_one_program(cache: Cache) -> bool:

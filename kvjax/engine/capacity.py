@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from jaxtyping import Array, Float, Int
 
@@ -20,17 +21,10 @@ from kvjax.model import (
   check_model,
   check_tokens,
 )
+from kvjax.options.bounds import check_count
 from kvjax.prompts import Prompts, bucket, check_unprotected
 
 _TOGETHER = "The context, with question and answer,"
-
-
-def wider_capacities(cache: Cache, tokens: int) -> list[int | None]:
-  """Capacities of the stacks with room for `tokens` more tokens."""
-  return [
-    None if stack.capacity is None else stack.capacity + tokens
-    for stack in cache.stacks
-  ]
 
 
 def prepare_decoding(
@@ -100,6 +94,44 @@ def grow_for(
   # Within the program no cursor is known; the capacity bounds it.
   used = [stack.capacity or 0 for stack in cache.stacks]
   return cache.grow(_slots_needed(cache, used, prepared, width, decoding))
+
+
+def decoding_nbytes(
+  model: Model, cache: Cache, width: int, decoding: Decoding
+) -> int:
+  """Computes the bytes that a cache takes while `generate` decodes from it.
+
+  Args:
+    model: the functions.
+    cache: the cache of each row's context.
+    width: tokens of the padded prompts; 0 if logits are continued.
+    decoding: options of decoding.
+
+  Raises:
+    InputError: the cache is of another model, or `width` no whole number.
+
+  Examples:
+    >>> import kvjax
+    >>> from kvjax.testing import TinyModel
+    >>> model = TinyModel()
+    >>> params = model.init()
+    >>> prompts = kvjax.Prompts.of([[1, 2, 3, 4]])
+    >>> plan = kvjax.get_plan("keydiff", kvjax.Tokens(2))
+    >>> cache, _ = kvjax.prefill(model, params, prompts, plan)
+    >>> decoding = kvjax.Decoding(max_new_tokens=30)
+    >>> cache.nbytes < kvjax.decoding_nbytes(model, cache, 0, decoding)
+    True
+  """
+  check_caches([cache])
+  check_cache(model, cache)
+  check_count("width", width, 0)
+  check_decoding(decoding)
+  lengths = read(cache.next_positions)
+  prepared = prepare_decoding(model, cache, lengths, width, decoding)
+  grown = jax.eval_shape(
+    lambda cache: grow_for(cache, prepared, width, decoding.rounded), cache
+  )
+  return grown.nbytes
 
 
 def _check_lengths(

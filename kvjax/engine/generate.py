@@ -10,14 +10,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 
 from kvjax.cache.cache import Cache
-from kvjax.cache.joining import group_caches, stack, unstack
+from kvjax.cache.joining import group_caches, stack_with_room, unstack
 from kvjax.engine.capacity import (
-  check_cache,
   check_caches,
   check_prompts,
   grow_for,
-  prepare_decoding,
-  wider_capacities,
+  missing_slots,
 )
 from kvjax.engine.compiler_options import decoding_options
 from kvjax.engine.decode import (
@@ -25,7 +23,6 @@ from kvjax.engine.decode import (
   Decoding,
   DecodingInputs,
   OnToken,
-  check_decoding,
   decode,
   listening,
 )
@@ -80,48 +77,10 @@ def reserve(cache: Cache, tokens: int) -> Cache:
   """
   check_caches([cache])
   check_count("The number of tokens to reserve", tokens, 0)
-  larger = cache.grow(wider_capacities(cache, operator.index(tokens)))
+  larger = cache.widen(operator.index(tokens))
   existing = {id(leaf) for leaf in jax.tree.leaves(cache)}
   # One of the caches may be donated, so they must not share arrays.
   return jax.tree.map(lambda x: jnp.copy(x) if id(x) in existing else x, larger)
-
-
-def decoding_nbytes(
-  model: Model, cache: Cache, width: int, decoding: Decoding
-) -> int:
-  """Computes the bytes that a cache takes while `generate` decodes from it.
-
-  Args:
-    model: the functions.
-    cache: the cache of each row's context.
-    width: tokens of the padded prompts; 0 if logits are continued.
-    decoding: options of decoding.
-
-  Raises:
-    InputError: the cache is of another model, or `width` no whole number.
-
-  Examples:
-    >>> import kvjax
-    >>> from kvjax.testing import TinyModel
-    >>> model = TinyModel()
-    >>> params = model.init()
-    >>> prompts = kvjax.Prompts.of([[1, 2, 3, 4]])
-    >>> plan = kvjax.get_plan("keydiff", kvjax.Tokens(2))
-    >>> cache, _ = kvjax.prefill(model, params, prompts, plan)
-    >>> decoding = kvjax.Decoding(max_new_tokens=30)
-    >>> cache.nbytes < kvjax.decoding_nbytes(model, cache, 0, decoding)
-    True
-  """
-  check_caches([cache])
-  check_cache(model, cache)
-  check_count("width", width, 0)
-  check_decoding(decoding)
-  lengths = read(cache.next_positions)
-  prepared = prepare_decoding(model, cache, lengths, width, decoding)
-  grown = jax.eval_shape(
-    lambda cache: grow_for(cache, prepared, width, decoding.rounded), cache
-  )
-  return grown.nbytes
 
 
 class Generated(NamedTuple):
@@ -287,31 +246,52 @@ def _generate_from_all(
 ) -> tuple[Generated, ...]:
   """Generates from many caches, those of one kind together."""
   # Before rows are repeated, so that messages count those that were given.
-  for cache in caches[:1]:
-    check_prompts(model, cache, request.prompts, request.decoding)
-    request = request._replace(seeds=seeds_of_rows(request.seeds, cache))
+  width = check_prompts(model, caches[0], request.prompts, request.decoding)
+  request = request._replace(seeds=seeds_of_rows(request.seeds, caches[0]))
   results: dict[int, Generated] = {}
   # Caches that are kept have no more slots than they need.
   padding = 0 if request.keep else tree_bytes(params)
   for group in group_caches(caches, padding):
-    joined = stack([caches[index] for index in group])
-    # `stack` returns a single cache itself, and `keep` donates it.
-    if request.keep and len(group) == 1:
-      joined = jax.tree.map(jnp.copy, joined)
-    rows = caches[group[0]].next_positions.shape[0]
-    turn = check_request(model, joined, request.repeat(len(group)))
-    answers = generate_from(model, params, joined, turn)
-    kept: Sequence[Cache | None] = [None] * len(group)
-    if answers.cache is not None:
-      kept = unstack(answers.cache, len(group))
-    for place, index in enumerate(group):
-      part = slice(place * rows, (place + 1) * rows)
-      results[index] = Generated(
-        answers.tokens[part], answers.lengths[part], kept[place]
-      )
-    # Before the next group is joined.
-    del joined, answers, kept
+    own = [caches[index] for index in group]
+    answers = _generate_from_group(model, params, own, request, width)
+    results.update(zip(group, answers, strict=True))
   return tuple(results[index] for index in range(len(caches)))
+
+
+def _generate_from_group(
+  model: Model,
+  params: PyTree,
+  caches: Sequence[Cache],
+  request: Request,
+  width: int,
+) -> list[Generated]:
+  """Generates from caches of one kind, which are joined.
+
+  Without `keep`, nobody else has the joined cache: if it has room for all
+  tokens, it is used up, and no program copies it to make room.
+  """
+  count, rows = len(caches), caches[0].next_positions.shape[0]
+  room = width + request.decoding.rounded.max_new_tokens
+  plan = caches[0].plan
+  if request.keep or not (plan is None or plan.keeps_prompts):
+    room = 0
+  joined = stack_with_room(caches, room)
+  # A single cache is returned itself, and `keep` donates it.
+  if request.keep and count == 1:
+    joined = jax.tree.map(jnp.copy, joined)
+  turn = check_request(model, joined, request.repeat(count))
+  if room and count > 1 and not is_traced(joined):
+    needs = turn.prepared, width, turn.decoding.rounded
+    turn = turn._replace(keep=not missing_slots(joined, *needs))
+  answers = generate_from(model, params, joined, turn)
+  kept: Sequence[Cache | None] = [None] * count
+  if request.keep and answers.cache is not None:
+    kept = unstack(answers.cache, count)
+  parts = [slice(place * rows, (place + 1) * rows) for place in range(count)]
+  return [
+    Generated(answers.tokens[part], answers.lengths[part], own)
+    for part, own in zip(parts, kept, strict=True)
+  ]
 
 
 def _program(

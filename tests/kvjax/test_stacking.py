@@ -11,6 +11,7 @@ import pytest
 import kvjax
 from kvjax.cache import joining as stacking
 from kvjax.cache.sharding import parse_mesh, split_mesh
+from kvjax.engine import generate
 from kvjax.errors import InputError
 from kvjax.struct import tree_bytes
 from kvjax.testing import TinyModel, kept_positions
@@ -303,3 +304,27 @@ def test_generate_joins_what_the_weights_outweigh():
   assert [turn.rows() for turn in kept] == [answers(c) for c in caches]
   for turn, cache in zip(kept, roomy, strict=True):
     assert tree_bytes(turn.cache) == cache.nbytes
+
+
+@pytest.mark.parametrize(
+  "method", ["keydiff", "adakv:window=8", "kvzip:chunk=64", "quest:page=4"]
+)
+def test_a_joined_cache_is_used_up(method, monkeypatch):
+  """It has room from the first, so that no program copies it."""
+  caches = caches_of(method)
+  joined = []
+
+  def listen(caches, tokens):
+    joined.append(stacking.stack_with_room(caches, tokens))
+    return joined[-1]
+
+  monkeypatch.setattr(generate, "stack_with_room", listen)
+  together = kvjax.generate(MODEL, PARAMS, caches, QUESTIONS, DECODING)
+  for cache, answer in zip(caches, together, strict=True):
+    assert answer.rows() == answers(cache)
+    assert answer.cache is None
+  for group in stacking.group_caches(caches, tree_bytes(PARAMS)):
+    used = joined.pop(0)
+    leaves = jax.tree.leaves(used.stacks)
+    assert any(leaf.is_deleted() for leaf in leaves) == (len(group) > 1)
+  assert not joined
