@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.activations import Activations
+from kvjax.cache.row_ends import row_ends
 from kvjax.kernels.mesh_axes import DATA, HEADS
 from kvjax.struct import replace, struct
 
@@ -40,8 +41,15 @@ class ObservationWindow:
   def append(self, activations: Activations) -> "ObservationWindow":
     """Appends a block, whose padding is at its end."""
     width = self.positions.shape[1]
-    queries = jnp.concatenate([self.queries, activations.queries], axis=2)
-    positions = jnp.concatenate([self.positions, activations.positions], axis=1)
+    # No more than W of them can be among the last.
+    size = min(width, activations.positions.shape[1])
+    queries, positions = row_ends(
+      activations.queries, activations.positions, size
+    )
+    # Real queries are contiguous: they end the window and begin the block.
+    start = jnp.sum(positions >= 0, axis=1, dtype=jnp.int32)
+    queries = jnp.concatenate([self.queries, queries], axis=2)
+    positions = jnp.concatenate([self.positions, positions], axis=1)
     if activations.positions.shape[1] == 1:
       # In every step of decoding: selecting costs less than slicing by rows.
       real = activations.positions >= 0
@@ -50,8 +58,6 @@ class ObservationWindow:
         jnp.where(real, positions[:, 1:], self.positions),
         _sinks_of(activations),
       )
-    # Real queries are contiguous: they end the window and begin the block.
-    start = jnp.sum(activations.positions >= 0, axis=1, dtype=jnp.int32)
     take = jax.lax.dynamic_slice_in_dim
     return ObservationWindow(
       jax.vmap(lambda x, at: take(x, at, width, axis=1))(queries, start),

@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.activations import Activations
 from kvjax.cache.base import Index, Layer, LayerSizes, host_copy
+from kvjax.cache.row_ends import row_ends
 from kvjax.kernels.attention import merge, partial_attention, with_sinks
 from kvjax.struct import struct
 
@@ -93,15 +94,19 @@ class WindowLayer(Layer):
     A row's tokens in the block are contiguous, with its padding at the end.
     """
     layer = self.at(index)
-    block_positions, window = activations.positions, layer.positions.shape[-1]
+    window = layer.positions.shape[-1]
+    # Of a block longer than W, only the last W tokens are written.
+    size = min(window, activations.positions.shape[1])
+    (keys, values), block_positions = row_ends(
+      (activations.keys, activations.values), activations.positions, size
+    )
     # A row without tokens in the block has first = last = -1: `count` masks it.
     count = jnp.sum(block_positions >= 0, axis=1, dtype=jnp.int32)
     first, last = block_positions[:, 0], jnp.max(block_positions, axis=1)
     slot = jnp.arange(window, dtype=jnp.int32)[None]
     # The newest position that belongs in each slot.
     newest = last[:, None] - (last[:, None] - slot) % window
-    # A slot whose newest position precedes the block keeps its token. Of a
-    # block longer than W, only the last W tokens are written.
+    # A slot whose newest position precedes the block keeps its token.
     written = (count[:, None] > 0) & (newest >= first[:, None])
     source = jnp.where(written, newest - first[:, None], 0)
 
@@ -114,8 +119,8 @@ class WindowLayer(Layer):
       )
 
     updated = WindowLayer(
-      write(layer.keys, activations.keys),
-      write(layer.values, activations.values),
+      write(layer.keys, keys),
+      write(layer.values, values),
       jnp.where(written[:, None], newest[:, None], layer.positions),
     )
     return self.put(index, layer, updated)

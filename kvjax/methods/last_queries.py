@@ -1,12 +1,11 @@
 """The last queries of a prompt, and their attention."""
 
-import functools
-
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.activations import Activations
 from kvjax.cache.layers import LayerCache
+from kvjax.cache.row_ends import row_ends
 from kvjax.errors import InputError
 from kvjax.heads import by_kv_head
 from kvjax.kernels.attention_mass import causal_mass
@@ -39,16 +38,7 @@ def window_queries(
       f"Traits(window={window}) to evict in blocks or while decoding."
     )
   size = min(window, length)
-  real = jnp.sum(activations.positions >= 0, axis=1, dtype=jnp.int32)
-  # Padding is at the end of a block; a row with few queries includes some.
-  start = jnp.clip(real - size, 0, length - size)
-  # By index, as devices that share out the tokens gather what they have.
-  places = start[:, None] + jnp.arange(size, dtype=jnp.int32)[None]
-  take = functools.partial(jnp.take_along_axis, mode="clip")
-  return (
-    take(activations.queries, places[:, None, :, None], axis=2),
-    take(activations.positions, places, axis=1),
-  )
+  return row_ends(activations.queries, activations.positions, size)
 
 
 def window_mass(
