@@ -121,10 +121,17 @@ class LagKV(Method):
     count = (cache.capacity - self.sinks) // self.lag
     if count < 2:
       return jnp.zeros((*parts.count.shape, 0, self.lag), jnp.float32)
-    slots = parts.slots(cache, count)
-    return jax.vmap(jax.vmap(self._score_head))(
-      heads_of(cache, activations), slots
-    )
+    if self.score == "lag" and activations.positions.shape[1] == cache.capacity:
+      scores = self._score_whole(cache, count)
+    else:
+      slots = parts.slots(cache, count)
+      scores = jax.vmap(jax.vmap(self._score_head))(
+        heads_of(cache, activations), slots
+      )
+    # Padding, which may be NaN, is in and after the last complete partition.
+    number = jnp.arange(count - 1, dtype=jnp.int32)[None, None]
+    scored = number < parts.num_complete[..., None] - 1
+    return jnp.where(scored[..., None], scores, 0.0)
 
   def select(
     self,
@@ -177,6 +184,25 @@ class LagKV(Method):
     spare = budget.per_head - (parts.count - scored * self.lag)
     return spare // jnp.maximum(scored, 1)
 
+  def _score_whole(
+    self, cache: LayerCache, count: int
+  ) -> Float[Array, "B K P L"]:
+    """Scores a prompt of which nothing has been evicted, as it is stored.
+
+    Slots that are those of a block alone are in the order of the text, without
+    a gap, so that partitions are slices. XLA reads them where they are, and
+    would store a gather of them in float32.
+    """
+
+    def deviation(x: Float[Array, "B K T D"]) -> Float[Array, "B K P L"]:
+      x = x[:, :, self.sinks : self.sinks + count * self.lag]
+      return self._deviation(x.reshape(*x.shape[:2], count, self.lag, -1))
+
+    score = deviation(cache.keys)
+    if self.value_weight:
+      score = score + self.value_weight * deviation(cache.values)
+    return score
+
   def _score_head(
     self, head: Head, slots: Int[Array, "P1 L"]
   ) -> Float[Array, "P L"]:
@@ -188,12 +214,20 @@ class LagKV(Method):
       score = score + self.value_weight * values
     return score
 
-  def _deviation(self, x: Float[Array, "P1 L D"]) -> Float[Array, "P L"]:
-    reference = x[1:] if self.reference == "next" else x[:-1]
-    low = jnp.min(reference, axis=1, keepdims=True)
-    high = jnp.max(reference, axis=1, keepdims=True)
+  def _deviation(self, x: Float[Array, "*H P1 L D"]) -> Float[Array, "*H P L"]:
+    own = x[..., :-1, :, :]
+    reference = x[..., 1:, :, :] if self.reference == "next" else own
+    # In float32 only now: extremes of numbers as they are stored are the same.
+    low, high, own = (
+      each.astype(jnp.float32)
+      for each in (
+        jnp.min(reference, axis=-2, keepdims=True),
+        jnp.max(reference, axis=-2, keepdims=True),
+        own,
+      )
+    )
     # The authors' code has no floor: a channel without range gives inf or NaN.
-    scaled = (x[:-1] - low) / jnp.maximum(high - low, _EPSILON)
+    scaled = (own - low) / jnp.maximum(high - low, _EPSILON)
     return jax.nn.softmax(jnp.std(scaled, axis=-1, ddof=self.ddof), axis=-1)
 
   def _best_of_row(
