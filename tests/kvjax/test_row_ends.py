@@ -17,8 +17,8 @@ from kvjax.cache.window import WindowLayer
 from kvjax.experiments.compilation import chips
 from kvjax.experiments.compilation.engine_programs import compiling_for
 from kvjax.kernels.compiled.collectives import collectives
-from kvjax.kernels.compiled.footprints import Footprint
 from kvjax.kernels.compiled.hlo import Module
+from kvjax.methods import LagKV
 from kvjax.methods.last_queries import window_mass, window_queries
 from kvjax.testing import random_activations
 
@@ -142,23 +142,39 @@ def score(seen):
 
 
 @pytest.mark.libtpu
-@pytest.mark.parametrize("read", [score, observe_queries])
-@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize(
+  ("read", "rows"), [(score, 1), (score, 4), (observe_queries, 4)]
+)
 def test_a_tpu_copies_only_the_queries_that_are_read(read, rows):
+  shapes, temporary = for_tpu(read, rows, 32_768, heads=32, kv_heads=8)
+  assert temporary < 2 * shapes.queries.size / 8
+
+
+@pytest.mark.libtpu
+def test_a_tpu_scores_whole_prompts_of_lagkv_where_they_are():
+  def read(seen):
+    return LagKV(16, 128).evaluate(jnp.int32(0), LayerCache.of(seen), seen)
+
+  shapes, temporary = for_tpu(read, 1, 32_768, heads=8, kv_heads=8)
+  assert temporary < 2 * (shapes.keys.size + shapes.values.size) / 8
+
+
+def for_tpu(read, rows, length, **heads):
+  """Shapes of a prompt in bfloat16, and what a program needs besides it."""
   chips.prepare_libtpu()
   v5e = chips.Chip.load("v5e")
   one = dataclasses.replace(v5e, devices=v5e.devices[:1])
   place = NamedSharding(one.lone, PartitionSpec())
-  small = random_activations(0, [2] * rows, 2, heads=16, head_dim=128).only(())
-  length = 8192
+  small = random_activations(0, [1] * rows, 1, head_dim=128, **heads).only(())
 
-  def shape(x, axis):
-    sizes = (*x.shape[:axis], length, *x.shape[axis + 1 :])
+  def shape(x):
+    sizes = (
+      (*x.shape[:2], length, x.shape[3]) if x.ndim == 4 else (rows, length)
+    )
     dtype = jnp.bfloat16 if x.ndim == 4 else x.dtype
     return jax.ShapeDtypeStruct(sizes, dtype, sharding=place)
 
-  prompt = jax.tree.map(lambda x: shape(x, 2 if x.ndim == 4 else 1), small)
+  shapes = jax.tree.map(shape, small)
   with compiling_for(one):
-    traced = jax.jit(read).trace(prompt)
-    found = Footprint.of(traced.lower().compile(), traced.jaxpr)
-  assert found.temporary < 2 * prompt.queries.size / 4
+    program = jax.jit(read).lower(shapes).compile()
+  return shapes, program.memory_analysis().temp_size_in_bytes
