@@ -9,6 +9,11 @@ from jaxtyping import Array, Bool, Int
 from kvjax.cache.layers import LayerCache
 from kvjax.retrieval.base import Retrieval
 
+# Rows of a bfloat16 tile of a TPU. Its kernels read stored slots in whole tiles
+# and XLA gathers single ones; where the tiles are not whole, the two lay them
+# out differently, and XLA copies the slots of all layers for each token.
+_TILE = 16
+
 
 class Split(NamedTuple):
   """A layer whose tokens are split into resident and retrievable ones.
@@ -18,7 +23,8 @@ class Split(NamedTuple):
     retrievable: slots of the tokens that may be retrieved.
     border: first slot after them, for each head.
     start: first retrievable slot of any row.
-    end: one past the last retrievable slot of any row.
+    end: one past the last slot that is stored: that of the last retrievable
+      token of any row, or a few empty ones later, which fill up a tile.
   """
 
   cache: LayerCache
@@ -77,10 +83,10 @@ def split_tokens(
   end = max(slots - retrieval.local_range[0], 0)
   if retrieval.ring_size:  # all sinks and at least one slot to retrieve from
     start, end = retrieval.sinks, max(end, retrieval.sinks + 1)
-    cache = cache.grow(max(end - slots, 0))
   elif max_keys >= end - start:
     return None
-  cache = cache.without_memory()
+  end += (start - end) % _TILE
+  cache = cache.grow(max(end - slots, 0)).without_memory()
   lengths = cache.lengths
   number = jnp.arange(cache.capacity, dtype=jnp.int32)[None, None]
   border = jnp.maximum(lengths - retrieval.num_local(lengths), 0)[..., None]

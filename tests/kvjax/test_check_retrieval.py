@@ -43,14 +43,16 @@ class ScatteredPages(Reading):
 
 
 class CutPages(Reading):
-  """Of nine slots, so that the last page ends beyond the store."""
+  """Of 25 slots, so that the last page ends beyond the store."""
 
   def retrieve(self, index, queries, store, reads):
     _, news = Flat.retrieve(self, index, queries, store, reads)
     last = store.valid.shape[0] - 1
-    page = last // 7 * 7 + jnp.arange(7, dtype=jnp.int32)
+    page = last // 25 * 25 + jnp.arange(25, dtype=jnp.int32)
     page = jnp.where(page <= last, page, -1)
-    return Selection(jnp.where(store.valid[page], page, -1)[None], page=7), news
+    return Selection(
+      jnp.where(store.valid[page], page, -1)[None], page=25
+    ), news
 
 
 @dataclasses.dataclass(frozen=True)

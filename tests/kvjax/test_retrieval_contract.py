@@ -126,6 +126,7 @@ class TestRetrieval:
     leaves = jax.tree.leaves((layer.resident, layer.stored, layer.index))
     own = [layer.count, layer.num_retrieved]
     assert layer.nbytes == sum(leaf.nbytes for leaf in (*leaves, *own))
+    assert layer.stored.capacity % 16 == 0  # whole tiles
 
   def test_a_row_stands_alone(self, name):
     """Whatever its batch mates, and its place among them."""
