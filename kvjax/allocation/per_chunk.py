@@ -32,12 +32,7 @@ class PerChunk(Allocation):
   def counts(
     self, budget: Budget, lengths: Int[np.ndarray, " n"], sizes: Sizes
   ) -> Int[np.ndarray, "L n"]:
-    """The sum over the chunks, the same for all layers.
-
-    Raises:
-      InputError: a whole chunk keeps fewer than `ends` tokens.
-    """
-    self._check_ends(budget, lengths)
+    """The sum over the chunks, the same for all layers."""
     if isinstance(budget, Retention):
       whole, rest = np.divmod(lengths, self.length)
       kept = whole * budget.num_kept(self.length)
@@ -49,7 +44,12 @@ class PerChunk(Allocation):
   def parts(
     self, budget: Budget, lengths: Int[np.ndarray, " n"], padded: int
   ) -> Int[np.ndarray, "n C"]:
-    """Number of tokens that rows keep of each chunk."""
+    """Number of tokens that rows keep of each chunk.
+
+    Raises:
+      InputError: a whole chunk of a row keeps fewer than `ends` tokens.
+    """
+    self._check_ends(budget, lengths)
     ends = np.arange(self.length, padded + self.length, self.length)
     ends = np.minimum(ends, np.asarray(lengths)[:, None])
     if not isinstance(budget, Retention):
