@@ -97,8 +97,7 @@ def measure(
 
   Returns:
     Seconds per step without evictions, in each round; and the evictions of each
-    method, with the steps of answers. Answers are as long as those whose layers
-    CPUs run apart, and all end with caches of equally many slots.
+    method, with the steps of answers, which end with equally many slots.
   """
   target, every = schedule
   answer = -(-_ANSWER // every) * every

@@ -226,9 +226,9 @@ def stack_with_room(caches: Sequence[Cache], tokens: int) -> Cache:
     if _all_fit(caches, largest):
       if any(map(_needs_one_program, caches)):
         return _concatenate(tuple(caches))
-      roomy = jax.eval_shape(lambda cache: cache.widen(tokens), largest)
-      if _all_fit(caches, roomy):
-        largest = roomy
+      if tokens:
+        roomy = jax.eval_shape(lambda cache: cache.widen(tokens), largest)
+        largest = roomy if _all_fit(caches, roomy) else largest
       leaves, structure = jax.tree.flatten(largest)
       shapes = tuple((leaf.shape, jnp.dtype(leaf.dtype)) for leaf in leaves)
       joined = _zeros(shapes=shapes, structure=structure, count=len(caches))

@@ -15,6 +15,15 @@ from kvjax.experiments.timing.random_models import random_llama
 from kvjax.models.pretrained import Pretrained
 from kvjax.struct import tree_bytes
 
+SMALL = {
+  "hidden_size": 8,
+  "intermediate_size": 16,
+  "num_hidden_layers": 2,
+  "num_attention_heads": 1,
+  "num_key_value_heads": 1,
+  "vocab_size": 100,
+  "max_position_embeddings": 64,
+}
 FULL, KEYDIFF, FLAT = candidates(["keydiff", "flat"], [kvjax.Retention(0.25)])
 
 
@@ -42,16 +51,7 @@ def test_every_cache_decodes_and_says_what_it_reads(tiny, monkeypatch):
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_step_reads_all_weights_but_an_embedding(tied):
-  config, model, params = random_llama(
-    hidden_size=8,
-    intermediate_size=16,
-    num_hidden_layers=2,
-    num_attention_heads=1,
-    num_key_value_heads=1,
-    vocab_size=100,
-    max_position_embeddings=64,
-    tie_word_embeddings=tied,
-  )
+  config, model, params = random_llama(**SMALL, tie_word_embeddings=tied)
   # Four projections of attention, three of the MLP, two norms; the last norm
   # and the output matrix.
   wanted = 2 * (4 * 8 * 8 + 3 * 8 * 16 + 2 * 8) + 8 + 8 * 100
@@ -61,14 +61,8 @@ def test_a_step_reads_all_weights_but_an_embedding(tied):
 
 def test_a_step_reads_the_experts_that_a_token_needs():
   config, model, params = random_llama(
+    **SMALL,
     model_type="qwen3_moe",
-    hidden_size=8,
-    intermediate_size=16,
-    num_hidden_layers=2,
-    num_attention_heads=1,
-    num_key_value_heads=1,
-    vocab_size=100,
-    max_position_embeddings=64,
     num_experts=4,
     num_experts_per_tok=1,
     moe_intermediate_size=24,

@@ -25,8 +25,7 @@ REPLAYS = (
   Replay(chunk=16, overlap=8, weight="output"),
   Replay(chunk=16, overlap=8, sinks=4),
   Replay(chunk=100, overlap=3, sinks=2, weight="output"),
-  # The chunk before has fewer tokens than its end.
-  Replay(chunk=5, overlap=8),
+  Replay(chunk=5, overlap=8),  # the chunk before has fewer tokens
 )
 SPEC = kvjax.LayerSpec(heads=4, kv_heads=2, key_dim=8)
 MODELS = {
