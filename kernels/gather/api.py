@@ -16,7 +16,7 @@ def compact(
   keys: Shaped[Array, "B K T D"],
   values: Shaped[Array, "B K T Dv"],
   positions: Int[Array, "B K T"],
-  received: Float[Array, "B K T"] | None,
+  remembered: Float[Array, "B K T"] | None,
   slots: Int[Array, "B K M"],
 ) -> Compacted:
   """Copies the listed slots of a cache bit by bit.
@@ -28,16 +28,16 @@ def compact(
     keys: keys of any dtype.
     values: values of the same dtype.
     positions: position of each token in its row; -1 for an empty slot.
-    received: one more float32 number per slot.
+    remembered: one more float32 number per slot.
     slots: the slots to copy, each less than T and ascending in every head; -1,
       for no slot, may occur anywhere.
 
   Returns:
     The contents of the listed slots; position -1 and zeros for -1.
   """
-  operands = (keys, values, positions, received, slots)
+  operands = (keys, values, positions, remembered, slots)
   spread = jax.tree.map(
-    lambda _: "BK", Compacted(keys, values, positions, received)
+    lambda _: "BK", Compacted(keys, values, positions, remembered)
   )
   compacted: Compacted = dispatch(_PROGRAMS, operands, ("BK",) * 5, spread)
   return compacted

@@ -12,10 +12,10 @@ class Compacted(NamedTuple):
     keys: keys; zeros where the list has no slot.
     values: values, likewise.
     positions: positions of the tokens; -1 for an empty slot.
-    received: the extra number of each token, if given; 0 for no slot.
+    remembered: the extra number of each token, if given; 0 for no slot.
   """
 
   keys: Shaped[Array, "B K M D"]
   values: Shaped[Array, "B K M Dv"]
   positions: Int[Array, "B K M"]
-  received: Float[Array, "B K M"] | None
+  remembered: Float[Array, "B K M"] | None

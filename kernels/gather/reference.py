@@ -11,7 +11,7 @@ def compact_reference(
   keys: Shaped[Array, "B K T D"],
   values: Shaped[Array, "B K T Dv"],
   positions: Int[Array, "B K T"],
-  received: Float[Array, "B K T"] | None,
+  remembered: Float[Array, "B K T"] | None,
   slots: Int[Array, "B K M"],
 ) -> Compacted:
   """Computes `kvjax.kernels.gather.compact`."""
@@ -26,5 +26,5 @@ def compact_reference(
     gather_all(keys, slots),
     gather_all(values, slots),
     jnp.where(slots >= 0, gather_all(positions, slots), -1),
-    None if received is None else gather_all(received, slots),
+    None if remembered is None else gather_all(remembered, slots),
   )

@@ -18,12 +18,12 @@ def _run(
   values: Shaped[Array, "B K T D"],
   positions: Int[Array, "B K T"],
   slots: Int[Array, "B K M"],
-  received: Float[Array, "B K T"] | None = None,
+  remembered: Float[Array, "B K T"] | None = None,
 ) -> Compacted:
-  return compact(keys, values, positions, received, slots)
+  return compact(keys, values, positions, remembered, slots)
 
 
-def _spec(batch: int, tokens: int, kept: int, received: bool = False) -> Spec:
+def _spec(batch: int, tokens: int, kept: int, remembered: bool = False) -> Spec:
   """Gathers random slots of a bfloat16 cache."""
   shape = (batch, _KV_HEADS, tokens)
 
@@ -37,14 +37,14 @@ def _spec(batch: int, tokens: int, kept: int, received: bool = False) -> Spec:
       rows[2], positions, axis=-1, independent=True
     )
     slots = jnp.sort(order[..., :kept], axis=-1)
-    more = (jax.random.uniform(rows[3], shape),) if received else ()
+    more = (jax.random.uniform(rows[3], shape),) if remembered else ()
     return keys, values, positions, slots, *more
 
   # Every kept row is read and written, and its slot is read.
-  row = 2 * _DIM * 2 + 4 * (2 if received else 1)
+  row = 2 * _DIM * 2 + 4 * (2 if remembered else 1)
   return Spec(
     name=f"llama-3.1-8b, batch {batch}, {kept:,} of {tokens:,} tokens"
-    + (", with attention received" if received else ""),
+    + (", with attention received" if remembered else ""),
     run=_run,
     arrays=arrays,
     ideal_bytes=math.prod(shape[:2]) * kept * (2 * row + 4),
@@ -55,7 +55,7 @@ def _spec(batch: int, tokens: int, kept: int, received: bool = False) -> Spec:
 SPECS = (
   _spec(1, 32768, 8192),
   _spec(1, 131072, 32768),
-  _spec(4, 32768, 2048, received=True),
+  _spec(4, 32768, 2048, remembered=True),
 )
 
 CHOICES = (

@@ -35,7 +35,7 @@ def compact_tpu(
   keys: Shaped[Array, "B K T D"],
   values: Shaped[Array, "B K T Dv"],
   positions: Int[Array, "B K T"],
-  received: Float[Array, "B K T"] | None,
+  remembered: Float[Array, "B K T"] | None,
   slots: Int[Array, "B K M"],
 ) -> Compacted:
   """Computes `kvjax.kernels.gather.compact`.
@@ -63,17 +63,17 @@ def compact_tpu(
   if (6 * read + 4 * write) * width > _TILES:
     raise NotImplementedError("The keys are too wide for a core's memory.")
   numbers = [positions]
-  if received is not None:
+  if remembered is not None:
     # As integers: `_copy_numbers` adds zeros, and -0.0 + 0.0 would be 0.0.
-    numbers.append(jax.lax.bitcast_convert_type(received, jnp.int32))
+    numbers.append(jax.lax.bitcast_convert_type(remembered, jnp.int32))
   gathered = _stream(keys, values, numbers, slots, read, write)
   new_positions, *rest = (
     x.reshape(*slots.shape[:2], -1)[..., :size] for x in gathered[2:]
   )
-  if received is None:
+  if remembered is None:
     return Compacted(gathered[0], gathered[1], new_positions, None)
-  new_received = jax.lax.bitcast_convert_type(rest[0], received.dtype)
-  return Compacted(gathered[0], gathered[1], new_positions, new_received)
+  new_remembered = jax.lax.bitcast_convert_type(rest[0], remembered.dtype)
+  return Compacted(gathered[0], gathered[1], new_positions, new_remembered)
 
 
 def _stream(

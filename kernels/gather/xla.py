@@ -10,7 +10,7 @@ def compact_xla(
   keys: Shaped[Array, "B K T D"],
   values: Shaped[Array, "B K T Dv"],
   positions: Int[Array, "B K T"],
-  received: Float[Array, "B K T"] | None,
+  remembered: Float[Array, "B K T"] | None,
   slots: Int[Array, "B K M"],
 ) -> Compacted:
   """Computes `kvjax.kernels.gather.compact`."""
@@ -32,5 +32,5 @@ def compact_xla(
     gather(keys),
     gather(values),
     gather(positions, -1),
-    None if received is None else gather(received),
+    None if remembered is None else gather(remembered),
   )

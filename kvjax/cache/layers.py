@@ -194,8 +194,9 @@ class LayerCache(Slots):
   """Unquantized slots, which a method may evict from.
 
   Attributes:
-    received: attention that each token has received so far, if a method
-      accumulates it between evictions.
+    remembered: a number for each token that a method needs between evictions,
+      such as the attention it has received so far or its score; None if the
+      method needs none.
     window: the last queries, if a method needs them between evictions.
   """
 
@@ -203,7 +204,7 @@ class LayerCache(Slots):
 
   keys: Float[Array, "B K T D"]
   values: Float[Array, "B K T Dv"]
-  received: Float[Array, "B K T"] | None = None
+  remembered: Float[Array, "B K T"] | None = None
   window: ObservationWindow | None = None
 
   @property
@@ -229,11 +230,11 @@ class LayerCache(Slots):
 
   def grow(self, extra: int) -> "LayerCache":
     """Adds `extra` empty slots at the end."""
-    received = jax.tree.map(
+    remembered = jax.tree.map(
       lambda x: jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, extra)]),
-      self.received,
+      self.remembered,
     )
-    return replace(super().grow(extra), received=received)
+    return replace(super().grow(extra), remembered=remembered)
 
   def shrink(self, capacity: int) -> "LayerCache":
     """Cuts off all slots after the first `capacity`, which must be empty."""
@@ -243,7 +244,7 @@ class LayerCache(Slots):
       values=self.values[..., :capacity, :],
       positions=self.positions[..., :capacity],
       cursor=jnp.minimum(self.cursor, capacity),
-      received=jax.tree.map(lambda x: x[..., :capacity], self.received),
+      remembered=jax.tree.map(lambda x: x[..., :capacity], self.remembered),
     )
 
   def clear(self) -> "LayerCache":
@@ -254,25 +255,25 @@ class LayerCache(Slots):
     return replace(
       super().clear(),
       cursor=jnp.zeros_like(self.cursor),
-      received=jax.tree.map(jnp.zeros_like, self.received),
+      remembered=jax.tree.map(jnp.zeros_like, self.remembered),
       window=window,
     )
 
   def without_memory(self) -> "LayerCache":
     """Drops what a method remembers between evictions."""
-    return replace(self, received=None, window=None)
+    return replace(self, remembered=None, window=None)
 
   def append(
     self, activations: Activations, index: Index = None
   ) -> "LayerCache":
-    """Writes a block at the cursor; it has received no attention yet."""
-    received = self.received
-    if received is not None:
+    """Writes a block at the cursor; nothing is remembered of it yet."""
+    remembered = self.remembered
+    if remembered is not None:
       batch, length = activations.positions.shape
       shape = (batch, self.positions.shape[-2], length)
-      none = jnp.zeros(shape, received.dtype)
-      received = self._write(received, none, index)
-    return replace(super().append(activations, index), received=received)
+      none = jnp.zeros(shape, remembered.dtype)
+      remembered = self._write(remembered, none, index)
+    return replace(super().append(activations, index), remembered=remembered)
 
   def place(
     self, place_tree: Callable[[Any, Sequence[str]], Any]
@@ -286,7 +287,9 @@ class LayerCache(Slots):
 
   def take(self, slots: Int[Array, "B K M"]) -> "LayerCache":
     """Gathers the given slots, ascending, then -1 for empty slots."""
-    kept = compact(self.keys, self.values, self.positions, self.received, slots)
+    kept = compact(
+      self.keys, self.values, self.positions, self.remembered, slots
+    )
     # All rows and heads share the cursor, so it follows the fullest of them.
     counts = jnp.sum(kept.positions >= 0, axis=-1, dtype=jnp.int32)
     return dataclasses.replace(self, cursor=jnp.max(counts), **kept._asdict())

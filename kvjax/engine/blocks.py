@@ -183,6 +183,7 @@ def _empty_stack(
     activations = plan.candidates(activations)
     cache = LayerCache.of(activations)
     if kind.evicts:
+      plan.method.check_activations(activations)
       cache = plan.method.observe(jnp.int32(0), cache, activations)
     # It holds one token already.
     return cache.grow(kind.capacity - 1)

@@ -78,12 +78,12 @@ class Evaluated:
 
   Attributes:
     scores: scores that the selection depends on.
-    received: attention that each token received; see `LayerCache`.
+    remembered: a number for each token; see `LayerCache`.
     window: the last queries; see `LayerCache`.
   """
 
   scores: PyTree[Array]
-  received: Float[Array, "B K T"] | None
+  remembered: Float[Array, "B K T"] | None
   window: ObservationWindow | None
 
   @property
@@ -93,7 +93,7 @@ class Evaluated:
 
   def drop_scores(self) -> "Evaluated | None":
     """Keeps only what the method remembers; None if that is nothing."""
-    if self.received is None and self.window is None:
+    if self.remembered is None and self.window is None:
       return None
     return dataclasses.replace(self, scores=None)
 
@@ -103,6 +103,7 @@ def evaluate_layer(
   evaluation: Evaluation,
   layer: Int[Array, ""],
   activations: Activations,
+  observer_weights: PyTree[Array] = None,
   *,
   scored: bool = True,
 ) -> Evaluated:
@@ -112,6 +113,7 @@ def evaluate_layer(
     evaluation: the method.
     layer: index of the layer in the model.
     activations: activations of the prompt.
+    observer_weights: what the observer's files have.
     scored: whether to compute scores; if not, the method only remembers.
   """
   # Which tokens are kept has no gradient.
@@ -120,8 +122,9 @@ def evaluate_layer(
   method, scores, after = evaluation.method, None, cache
   with jax.default_matmul_precision("highest"):
     if evaluation.observer is not None:
+      seen = dataclasses.replace(activations, weights=observer_weights)
       with blamed_on(evaluation.observer):
-        after = evaluation.observer.observe(layer, cache, activations)
+        after = evaluation.observer.observe(layer, cache, seen)
     # The method scores what it remembers, such as the attention received.
     if evaluation.observer == method:
       cache = after
@@ -130,8 +133,8 @@ def evaluate_layer(
       with blamed_on(method):
         scores = evaluate(method, layer, cache, activations)
   # Heads select from all of their tokens.
-  scores, received = gather_tokens((scores, after.received))
-  return Evaluated(scores, received, after.window)
+  scores, remembered = gather_tokens((scores, after.remembered))
+  return Evaluated(scores, remembered, after.window)
 
 
 @functools.partial(jax.jit, static_argnames=("evaluation",))
@@ -351,6 +354,6 @@ def _remember(cache: LayerCache, evaluated: Evaluated) -> LayerCache:
     cache.values,
     cache.positions,
     cache.cursor,
-    evaluated.received,
+    evaluated.remembered,
     evaluated.window,
   )

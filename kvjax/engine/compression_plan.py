@@ -225,7 +225,11 @@ class Plan:
   @property
   def activations(self) -> frozenset[str]:
     """Optional activations that the plan depends on."""
-    return self.method.traits.activations
+    later = self.while_decoding
+    observed = (
+      frozenset[str]() if later is None else later.method.traits.observes
+    )
+    return self.method.traits.activations | observed
 
   def candidates(self, activations: Activations) -> Activations:
     """Repeats keys and values as the plan's caches store them."""
@@ -352,7 +356,7 @@ class Plan:
         f"{traits.whole_prompts_only}."
       )
     # What the model can do at any time is not lost with a block.
-    lost = sorted(traits.activations - {"rerotate"})
+    lost = sorted(traits.always - {"rerotate"})
     if lost:
       raise InputError(
         f"{self.name} cannot evict block by block or while decoding: it reads "

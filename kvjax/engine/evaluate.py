@@ -26,18 +26,25 @@ class Loaded(NamedTuple):
   Attributes:
     known_as: the evaluation without the names of files.
     weights: what the method's files have.
+    observer_weights: what the observer's files have, if there is one.
   """
 
   known_as: Evaluation
   weights: PyTree[Array]
+  observer_weights: PyTree[Array]
 
 
 def load(evaluations: Iterable[Evaluation]) -> Mapping[Evaluation, Loaded]:
   """Reads what the methods of evaluations have in files, for all layers."""
-  return {
-    each: Loaded(each.without_files(), replicate(each.method.load()))
-    for each in evaluations
-  }
+  return {each: _load(each) for each in evaluations}
+
+
+def _load(evaluation: Evaluation) -> Loaded:
+  method, observer = evaluation.method, evaluation.observer
+  observed = weights = replicate(method.load())
+  if observer != method:
+    observed = None if observer is None else replicate(observer.load())
+  return Loaded(evaluation.without_files(), weights, observed)
 
 
 def list_evaluations(
@@ -94,23 +101,29 @@ def evaluate_all(
   """
   evaluations = {}
   for evaluation, scored in requests.items():
-    traits = evaluation.method.traits
+    traits, observer = evaluation.method.traits, evaluation.observer
     source = traits.source_layer(layer)
     of, latest = previous.get(evaluation, (None, None))
     # A layer with a window has only been observed.
     copies = of == source and latest is not None and latest.has_scores
     # With an observer, this layer must still be observed.
-    if copies and evaluation.observer is None:
+    if copies and observer is None:
       evaluations[evaluation] = previous[evaluation]
       continue
-    known_as, weights = loaded[evaluation]
-    seen = activations.only(traits.activations)
+    known_as, weights, observer_weights = loaded[evaluation]
+    observed = (
+      frozenset[str]() if observer is None else observer.traits.observes
+    )
+    seen = activations.only(traits.activations | observed)
     if weights is not None:
       evaluation.method.check_activations(seen)
+    if observer is not None and observer_weights is not None:
+      observer.check_activations(seen)
     evaluated = evaluate_layer(
       known_as,
       np.int32(layer),
       dataclasses.replace(seen, weights=weights),
+      observer_weights,
       scored=scored and not copies,
     )
     if copies:

@@ -177,7 +177,7 @@ def _empty_block(
 ) -> Activations:
   """Makes activations of a layer for a block without tokens.
 
-  They have what the plan's method requests of the model.
+  They have what the plan's method needs of the model in every eviction.
   """
   batch, kv_heads, _, dim = cache.keys.shape
   keys = jnp.zeros((batch, kv_heads, 0, dim), cache.keys.dtype)
@@ -193,5 +193,5 @@ def _empty_block(
     attention=spec.attention,
     weights=prepared.weights,
   )
-  names = prepared.plan.activations
+  names = prepared.plan.method.traits.always
   return attach_rotation(model, spec, block).only(names)

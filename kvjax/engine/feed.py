@@ -13,6 +13,7 @@ from kvjax.cache.cache import Cache
 from kvjax.engine.compress import arrange_for
 from kvjax.engine.forward import Place, States, block_positions, run_layers
 from kvjax.engine.prepared import PreparedPlan
+from kvjax.errors import blamed_on
 from kvjax.model import Model
 
 
@@ -72,14 +73,8 @@ def append_block(
   ) -> tuple[Float[Array, "B N S Dv"], Layer]:
     arrange = arrange_for(activations, plan)
     output, stack = stack.step(place.rank, activations, arrange)
-    if plan is not None and place.stack in evicting:
-      # Methods see one layer; `put` writes only what the method changed.
-      view: Any = stack.at(place.rank)
-      with jax.default_matmul_precision("highest"):
-        after: Any = plan.method.observe(
-          place.layer, view, plan.candidates(activations)
-        )
-      stack = stack.put(place.rank, view, after)
+    if prepared is not None and place.stack in evicting:
+      stack = _observe(prepared, place, stack, activations)
     return output, stack
 
   positions = block_positions(cache.next_positions, tokens.shape[1], lengths)
@@ -89,3 +84,18 @@ def append_block(
   return hidden, dataclasses.replace(
     cache, stacks=stacks, next_positions=cache.next_positions + lengths
   )
+
+
+def _observe(
+  prepared: PreparedPlan, place: Place, stack: Any, activations: Activations
+) -> Any:
+  """Lets a method remember in the stack of a layer what it needs of a block."""
+  plan, method = prepared.plan, prepared.plan.method
+  seen = plan.candidates(activations.only(method.traits.observes))
+  method.check_activations(seen)
+  seen = dataclasses.replace(seen, weights=prepared.weights)
+  # Methods see one layer; `put` writes only what the method changed.
+  view = stack.at(place.rank)
+  with blamed_on(method), jax.default_matmul_precision("highest"):
+    after = method.observe(place.layer, view, seen)
+  return stack.put(place.rank, view, after)

@@ -67,7 +67,7 @@ class Method(abc.ABC):
   def check_activations(self, activations: Activations) -> None:
     """Refuses a layer that the method's files are not for; by default none.
 
-    It is called where whole prompts are evaluated.
+    It is called where layers are evaluated or observed.
 
     Raises:
       InputError: they are for other sizes.

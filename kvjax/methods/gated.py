@@ -4,6 +4,7 @@ import abc
 import dataclasses
 from typing import Any, ClassVar, Self
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 
@@ -96,6 +97,9 @@ class Gate(abc.ABC):
 class GatedMethod(ScoringMethod):
   """Scores a token by what a gate makes of its input to the layer.
 
+  Between blocks and while decoding, every token is scored once, when it enters
+  the cache, which stores its score.
+
   Attributes:
     gate: where the weights of the model's gates are.
     level: heads that share a budget; see `KVzip`.
@@ -126,10 +130,16 @@ class GatedMethod(ScoringMethod):
 
   @property
   def traits(self) -> Traits:
-    """It reads the layers' inputs."""
+    """It reads the layers' inputs, once."""
+    shared = (
+      "its heads share a budget once the prompt is known; with level=head, "
+      "each has its own"
+    )
+    inputs = frozenset({"inputs"})
     return Traits(
-      whole_prompts_only="it reads the inputs of layers, which no cache stores",
-      activations=frozenset({"inputs"}),
+      whole_prompts_only="" if self.level == "head" else shared,
+      activations=inputs,
+      observes=inputs,
       score_range=self.score_range,
     )
 
@@ -160,10 +170,32 @@ class GatedMethod(ScoringMethod):
     """Names no gate."""
     return dataclasses.replace(self, gate="")
 
+  def observe(
+    self, layer: Int[Array, ""], cache: LayerCache, activations: Activations
+  ) -> LayerCache:
+    """Stores the scores of a block, which the cache ends with."""
+    scores = self._predict(layer, cache, activations)
+    remembered = cache.remembered
+    if remembered is None:
+      remembered = jnp.zeros(cache.positions.shape, jnp.float32)
+    start = cache.cursor - scores.shape[2]
+    remembered = jax.lax.dynamic_update_slice_in_dim(
+      remembered, scores, start, axis=2
+    )
+    return dataclasses.replace(cache, remembered=remembered)
+
   def scores(
     self, layer: Int[Array, ""], cache: LayerCache, activations: Activations
   ) -> Float[Array, "B K T"]:
-    """Predicts the scores of the tokens."""
+    """The scores that are stored, or those of a prompt."""
+    if cache.remembered is not None:
+      return cache.remembered
+    return self._predict(layer, cache, activations)
+
+  def _predict(
+    self, layer: Int[Array, ""], cache: LayerCache, activations: Activations
+  ) -> Float[Array, "B K S"]:
+    """Predicts the scores of a block."""
     assert activations.inputs is not None
     weights = self.weights_of(activations)
     scores = self.kind.predict(weights, layer, activations.inputs)

@@ -54,7 +54,7 @@ class H2O(ScoringMethod):
   ) -> Float[Array, "B K T"]:
     """Computes the accumulated attention."""
     del layer
-    scores = cache.received
+    scores = cache.remembered
     # A whole prompt is scored without `observe`: its block is all there is.
     if scores is None:
       scores = _received(cache, activations)
@@ -76,9 +76,9 @@ class H2O(ScoringMethod):
     """Accumulates the attention that each token receives from the block."""
     del layer
     received = _received(cache, activations)
-    if cache.received is not None:
-      received = cache.received + received
-    return dataclasses.replace(cache, received=received)
+    if cache.remembered is not None:
+      received = cache.remembered + received
+    return dataclasses.replace(cache, remembered=received)
 
   def protected(
     self, cache: LayerCache, counts: Int[Array, " B #K"]

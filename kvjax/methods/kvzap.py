@@ -6,6 +6,8 @@ from typing import ClassVar
 
 from kvjax.methods.gated import GatedMethod
 from kvjax.methods.kvzap_gate import KVzapGate
+from kvjax.methods.traits import Traits
+from kvjax.options.bounds import check_least
 
 # Logarithms have no bounds.
 _ANY = (-math.inf, math.inf)
@@ -28,13 +30,25 @@ class KVzap(GatedMethod):
       or as the program train_gate writes them; see `KVzapGate`.
     level: heads that share a budget: those of the "model" or of a "layer", or
       none, so that each "head" keeps as many tokens.
+    recent: number of last tokens that are always kept.
   """
+
+  recent: int = 0
 
   kind: ClassVar[type[KVzapGate]] = KVzapGate
   missing: ClassVar[str] = (
     "KVzap scores tokens by learned weights; give their folder, as in "
     "kvzap:gate=DIR, which kvjax train_gate writes."
   )
+
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    check_least(self, recent=0)
+
+  @property
+  def traits(self) -> Traits:
+    """It reads the layers' inputs, and keeps the last tokens."""
+    return dataclasses.replace(super().traits, protects=self.recent)
 
   @property
   def score_range(self) -> tuple[float, float]:

@@ -41,6 +41,8 @@ class Traits:
     joins_layers: whether all layers keep the same tokens, which are selected
       once, by what `Method.join` makes of the scores of all layers.
     activations: those of `kvjax.activations.OPTIONAL` that scores depend on.
+    observes: those of them from which `Method.observe` stores what evictions
+      between blocks and while decoding need, so that they do not need them.
     replay: how the prompt is replayed for `Activations.replayed`, if at all.
     channels: which channels of the kept keys are stored, if not all.
     score_range: lowest and highest score, if a score means the same in all
@@ -64,6 +66,7 @@ class Traits:
   joins_heads: bool = False
   joins_layers: bool = False
   activations: frozenset[str] = frozenset()
+  observes: frozenset[str] = frozenset()
   replay: Replay | None = None
   channels: Channels | None = None
   score_range: tuple[float, float] | None = None
@@ -74,7 +77,12 @@ class Traits:
     check_count("sinks of a method's traits", self.sinks, 0)
     check_count("reuse of a method's traits", self.reuse)
     # A set or a list would make the traits unhashable.
-    for name, make in (("activations", frozenset), ("keeps_layers", tuple)):
+    kinds = (
+      ("activations", frozenset),
+      ("observes", frozenset),
+      ("keeps_layers", tuple),
+    )
+    for name, make in kinds:
       given: Any = getattr(self, name)
       if isinstance(given, str):
         raise InputError(f"{name} of a method's traits is a set of names.")
@@ -88,6 +96,18 @@ class Traits:
         f"values; its traits ask for {', '.join(unknown)}."
       )
 
+    undeclared = sorted(self.observes - self.activations)
+    if undeclared:
+      raise InputError(
+        "What a method observes is among the activations of its traits; "
+        f"{', '.join(undeclared)} is not."
+      )
+
+  @property
+  def always(self) -> frozenset[str]:
+    """The activations that every eviction needs, also between blocks."""
+    return self.activations - self.observes
+
   def once(self, reason: str) -> "Traits":
     """The traits of a method that selects from a whole prompt by this one.
 
@@ -100,6 +120,7 @@ class Traits:
       window=0,
       protects=0,
       sinks=0,
+      observes=frozenset(),
       joins_heads=False,
       score_range=None,
     )

@@ -88,7 +88,7 @@ def _choose_later(
   spread = method.allocation
   with jax.default_matmul_precision("highest"):
     cache = method.observe(layer, cache, activations)
-    block = _empty_block(activations, method.traits.activations)
+    block = _empty_block(activations, method.traits.always)
     scores = spread.evaluate(method, layer, cache, block)
   return spread.select(method, scores, cache, budget)
 

@@ -19,7 +19,7 @@ TPU = functools.partial(
 
 
 def drawn(
-  batch, kv_heads, length, most, dim, dtype, *, received=True, holes=False
+  batch, kv_heads, length, most, dim, dtype, *, remembered=True, holes=False
 ):
   """Any bits at all: NaN, infinities, denormals and both zeros are among them.
 
@@ -46,7 +46,7 @@ def drawn(
     bits((*shape, dim), dtype),
     bits((*shape, dim), dtype),
     jnp.asarray(random.integers(-1, 10**6, shape), jnp.int32),
-    bits(shape, np.float32) if received else None,
+    bits(shape, np.float32) if remembered else None,
     jnp.asarray(slots.reshape(batch, kv_heads, most)),
   )
 
@@ -61,7 +61,7 @@ def assert_same_bits(actual, wanted):
     np.testing.assert_array_equal(a, b, err_msg=name)
 
 
-def by_hand(keys, values, positions, received, slots):
+def by_hand(keys, values, positions, remembered, slots):
   """Slot by slot."""
 
   def listed(x, none=0):
@@ -73,7 +73,7 @@ def by_hand(keys, values, positions, received, slots):
       actual[b, k, m] = x[b, k, at[b, k, m]]
     return actual
 
-  return listed(keys), listed(values), listed(positions, -1), listed(received)
+  return listed(keys), listed(values), listed(positions, -1), listed(remembered)
 
 
 @pytest.mark.parametrize("run", [compact, compact_reference])
@@ -101,7 +101,7 @@ def test_xla_copies_every_bit(run, sizes, holes):
   ids=["bfloat16", "float32", "int8"],
 )
 def test_tpu_copies_every_bit(chosen, sizes, options, holes):
-  operands = drawn(*sizes, received=holes, holes=holes)
+  operands = drawn(*sizes, remembered=holes, holes=holes)
   chosen({"gather/tpu": options})
   with TPU():
     actual = jax.jit(compact_tpu)(*operands)

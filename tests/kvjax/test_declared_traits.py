@@ -51,7 +51,8 @@ class TestTraits:
       jnp.int32(2),
       checks.all_activations(0, [61, 96, 40], 96),
     )
-    assert (after.received is not None) == ("h2o" in name)
+    remembers = "h2o" in name or bool(traits.observes)
+    assert (after.remembered is not None) == remembers
     assert (after.window is not None) == bool(traits.window)
     if traits.window:
       assert after.window.positions.shape == (3, traits.window)

@@ -348,7 +348,7 @@ def test_bytes_count_what_is_remembered():
   knowing, _ = prefill("h2o", schedule)
   slots = 3 * 2 * 12
   assert knowing.nbytes - plain.nbytes == 2 * 4 * slots
-  assert jnp.asarray(knowing.layers[0].received).shape == (3, 2, 12)
+  assert jnp.asarray(knowing.layers[0].remembered).shape == (3, 2, 12)
 
 
 def test_what_cannot_be_joined_is_refused():
@@ -370,8 +370,8 @@ def test_h2o_accumulates_across_blocks_and_steps():
   in_blocks = prefill(kvjax.Schedule(block=8, every=1))
   at_once = prefill(kvjax.Schedule(every=1))
   for one, other in zip(in_blocks.layers, at_once.layers, strict=True):
-    np.testing.assert_allclose(one.received, other.received, atol=1e-5)
-  sums = np.asarray(in_blocks.layers[0].received).sum(axis=-1)
+    np.testing.assert_allclose(one.remembered, other.remembered, atol=1e-5)
+  sums = np.asarray(in_blocks.layers[0].remembered).sum(axis=-1)
   np.testing.assert_allclose(sums, [[61, 61], [40, 40], [17, 17]], rtol=1e-5)
 
 
@@ -380,7 +380,7 @@ def test_what_is_remembered_is_dropped_where_nothing_asks_for_it():
   for name in ("h2o", "snapkv:window=4"):
     for schedule in (kvjax.Schedule(), kvjax.Schedule(block=8)):
       cache, _ = prefill(name, schedule)
-      assert cache.layers[0].received is None
+      assert cache.layers[0].remembered is None
       assert cache.layers[0].window is None
 
 

@@ -192,7 +192,7 @@ def test_files_that_do_not_fit_are_refused_in_one_sentence(tmp_path):
   for schedule in (kvjax.Schedule(block=8), kvjax.Schedule(every=8)):
     refused(
       f"kvzap:gate={path}",
-      "reads the inputs of layers, which no cache stores",
+      "its heads share a budget once the prompt is known",
       schedule=schedule,
     )
 

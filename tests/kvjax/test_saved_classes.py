@@ -42,7 +42,7 @@ def test_any_layer_is_stored_field_by_field(cache, tmp_path, monkeypatch):
   places = jnp.full((batch, 3), -1, jnp.int32)
   remembering = replace(
     first,
-    received=jnp.ones((1, batch, kv_heads, slots)),
+    remembered=jnp.ones((1, batch, kv_heads, slots)),
     window=jax.tree.map(lambda x: x[None], ObservationWindow(queries, places)),
   )
   fields = {field.name: None for field in dataclasses.fields(Pair)}

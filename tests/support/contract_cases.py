@@ -82,6 +82,8 @@ OPTIONS = [
   "compactor:sketch=none",
   "protokv:cut=skip",
   "finch:chunk=16",
+  "kvzap:level=head",
+  "fast_kvzip:level=head",
 ]
 # Their weights, which are made up here, are those of each head.
 GATED = ("kvzap", "fast_kvzip")
