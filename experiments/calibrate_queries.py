@@ -36,7 +36,7 @@ _SAMPLES = flags.DEFINE_integer(
 _OUTPUT = flags.DEFINE_string(
   "output",
   "results/queries.safetensors",
-  "The file to write, whose name has neither colons nor commas.",
+  "The file to write, or its address; its name has neither colons nor commas.",
 )
 # Those of a text's first tokens are outliers.
 _SINKS = 4
@@ -47,7 +47,7 @@ def main() -> None:
   host_inputs.start()
   run_inputs.span_hosts("model")
   outputs.check_option(_OUTPUT.value)
-  output = outputs.file(_OUTPUT.value)
+  outputs.check_file(_OUTPUT.value)
   texts = document_inputs.read()
   cli.announce()
   with run_inputs.loaded() as (lm, _):
@@ -70,15 +70,16 @@ def main() -> None:
       )
 
   def save() -> None:
-    output.parent.mkdir(parents=True, exist_ok=True)
-    found.save(output)
+    with outputs.written_file(_OUTPUT.value) as path:
+      found.save(path)
 
   multihost.on_first(save)
   say(
     f"The statistics of {sum(map(len, chosen)):,} tokens in "
-    f"{wording.count(len(chosen), 'chunk')} are in {output}."
+    f"{wording.count(len(chosen), 'chunk')} are in "
+    f"{_OUTPUT.value}."
   )
 
 
 if __name__ == "__main__":
-  cli.run(main)
+  cli.run(main, sends=True)

@@ -20,7 +20,7 @@ from absl import flags
 from kvjax.errors import InputError
 from kvjax.experiments import cli
 from kvjax.experiments.inputs import plugin_inputs
-from kvjax.registry.names import get_recipe, get_retrieval
+from kvjax.registry.names import get_recipe, get_retrieval, split_prefixes
 from kvjax.registry.parsing import options_of, unknown
 from kvjax.registry.registry import METHODS, RETRIEVALS, Entry, Recipe
 from kvjax.registry.wrappers import WRAPPERS
@@ -69,7 +69,7 @@ def page(name: str) -> str:
     raise InputError(
       f"{prefix} stands before a method, as in {name.strip('/ ')}/snapkv."
     )
-  base = name.strip().rpartition("/")[2].partition(":")[0]
+  base = split_prefixes(name.strip())[1].partition(":")[0]
   kind = METHODS if METHODS.find(base) is not None else RETRIEVALS
   if kind.find(base) is None:
     known = [*METHODS, *METHODS.presets, *RETRIEVALS, *RETRIEVALS.presets]

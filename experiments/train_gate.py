@@ -41,7 +41,8 @@ for module in (document_inputs, run_inputs, host_inputs):
 _OUTPUT = flags.DEFINE_string(
   "output",
   "results/gate",
-  "Folder for the weights, whose name has neither colons nor commas.",
+  "Folder for the weights, or its address; its name has neither colons nor "
+  "commas.",
 )
 _KIND = flags.DEFINE_enum(
   "kind",
@@ -102,7 +103,7 @@ def main() -> None:
   """Trains and writes the networks."""
   host_inputs.start()
   _check_flags()
-  output = outputs.folder(_OUTPUT.value).absolute()
+  outputs.check_run(_OUTPUT.value, writes=True)
   texts = document_inputs.read()
   with run_inputs.loaded() as (lm, _):
     _check_length(lm)
@@ -123,6 +124,7 @@ def main() -> None:
     digest = documents.digest(Prompts.of(rows))
     multihost.check_same({"documents": digest})
     source = run_inputs.source(digest)
+    output = outputs.run_folder(_OUTPUT.value).absolute()
     summary = Trainer(output, lm, rows, _TOKENS.value, recipe, source).run()
   by_layer = list(summary["r2"].values())
   say(
@@ -133,4 +135,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-  cli.run(main)
+  cli.run(main, sends=True)

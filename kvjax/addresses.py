@@ -6,6 +6,7 @@ kvjax reads and writes is always a copy on this machine.
 
 import contextlib
 import errno
+import functools
 import hashlib
 import pathlib
 import re
@@ -96,6 +97,22 @@ def fetch(address: files.Path) -> pathlib.Path:
       f"{place.address} cannot be copied to {parent}: {files.reason(error)}."
     ) from error
   return copy
+
+
+@functools.cache
+def _fetched(address: str) -> pathlib.Path:
+  return fetch(address)
+
+
+def local(path: files.Path) -> pathlib.Path:
+  """Returns a path of this machine; of an address, that of a copy.
+
+  A program fetches an address once, whatever is written there meanwhile.
+
+  Raises:
+    InputError: see `fetch`.
+  """
+  return _fetched(str(path)) if is_address(path) else pathlib.Path(path)
 
 
 def _fetch(
@@ -289,11 +306,27 @@ class Place(NamedTuple):
     Raises:
       InputError: it cannot be written.
     """
-    name = f".kvjax-{uuid.uuid4().hex}"
+    self._try(self._at(_trial()))
+
+  def check_file(self) -> None:
+    """Writes a small file beside this one, and removes it.
+
+    Raises:
+      InputError: it cannot be written, or this one is a folder.
+    """
+    if self.listed().keys() - {""}:
+      raise InputError(
+        f"{self.address} cannot be written: it is a folder; give the address "
+        "of a file."
+      )
+    self._try(f"{self.root.rpartition('/')[0]}/{_trial()}")
+
+  def _try(self, path: str) -> None:
+    """Writes a small file, and removes it."""
     with _explained(self.address, "written"):
-      self._make_folder(self._at(name))
-      self.store.pipe_file(self._at(name), b"kvjax")
-    self.remove([name])
+      self._make_folder(path)
+      self.store.pipe_file(path, b"kvjax")
+      self.store.rm_file(path)
 
   def remove(self, names: list[str]) -> None:
     """Removes files, if they are there.
@@ -316,6 +349,11 @@ class Place(NamedTuple):
 
   def _at(self, name: str) -> str:
     return f"{self.root}/{name}" if name else self.root
+
+
+def _trial() -> str:
+  """A name that no other file has."""
+  return f".kvjax-{uuid.uuid4().hex}"
 
 
 @contextlib.contextmanager

@@ -228,7 +228,7 @@ class Trainer:
         "high": float(predicted.max()),
       }
       content = safetensors.numpy.save(arrays, {"numbers": json.dumps(numbers)})
-      files.write_bytes(path, content)
+      outputs.write_bytes(path, content)
       self._processes.note()
       seconds = time.monotonic() - began
       logging.info("Fitted and wrote %s in %.1f s", path, seconds)

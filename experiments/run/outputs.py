@@ -1,8 +1,10 @@
 """Writes the files of a run, each whole or not at all."""
 
+import contextlib
 import json
 import pathlib
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from absl import logging
@@ -11,6 +13,7 @@ from kvjax import addresses, files
 from kvjax.errors import InputError
 from kvjax.experiments.run import multihost, sending
 from kvjax.experiments.run.line_files import check_writable
+from kvjax.registry.parsing import split_options
 
 # The records that survive if another file of the run cannot be written.
 ANSWERS = "answers"
@@ -64,13 +67,47 @@ def file(name: str) -> pathlib.Path:
   return path
 
 
+def check_file(name: str) -> None:
+  """Refuses the --output of a file, or its address, that cannot be written.
+
+  Raises:
+    InputError: it cannot.
+  """
+  if not addresses.is_address(name):
+    file(name)
+  elif multihost.is_first():
+    addresses.Place.of(name).check_file()
+
+
+@contextlib.contextmanager
+def written_file(name: str) -> Iterator[pathlib.Path]:
+  """Yields where to write the file of an --output.
+
+  A file at an address is sent in the end.
+
+  Raises:
+    InputError: it cannot be written.
+  """
+  if not addresses.is_address(name):
+    path = pathlib.Path(name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    yield path
+    return
+  place = addresses.Place.of(name)
+  with tempfile.TemporaryDirectory() as scratch:
+    path = pathlib.Path(scratch) / place.name
+    yield path
+    place.send(path, "")
+
+
 def check_option(name: str) -> None:
   """Refuses an --output that no option of a method can name.
 
   Raises:
-    InputError: it has colons or commas, which separate options and methods.
+    InputError: it has colons, but for an address, or commas, which separate
+      options and methods.
   """
-  if {":", ","} & {*name}:
+  if "," in name or len(split_options(name)) > 1:
     raise InputError(
       f"--output={name} cannot be named as an option of a method; give one "
       "without colons and commas."

@@ -2,8 +2,9 @@
 
 The files of a run are on this machine, in a new folder with a copy of what is
 at the address. Those that change are sent there from time to time, and in the
-end. Nothing is removed from the address, and what another run has written there
-is not overwritten.
+end. What another run has written there is not overwritten, and nothing is
+removed from the address but what the run itself has removed from a folder whose
+name begins with a dot, where it keeps what it has done so far.
 """
 
 import contextlib
@@ -91,7 +92,7 @@ class Copy:
     self._next = time.monotonic() + _BETWEEN
 
   def send(self) -> None:
-    """Sends what has changed, the oldest first.
+    """Sends what has changed, the oldest first, and removes what was scratch.
 
     Raises:
       InputError: another run writes to the address, or it cannot be written.
@@ -102,6 +103,9 @@ class Copy:
         if versions[name] != self._sent.get(name):
           self._send(name)
           self._sent[name] = versions[name]
+      for name in self._sent.keys() - versions.keys():
+        if any(part.startswith(".") for part in name.split("/")[:-1]):
+          self._remove(name)
 
   def finish(self) -> None:
     """Sends what has changed, and removes the folder.
@@ -140,6 +144,12 @@ class Copy:
       raise self._taken(name)
     self._there[name] = state
     del self._tried[name]
+
+  def _remove(self, name: str) -> None:
+    self._check(name)
+    self._place.remove([name])
+    del self._sent[name]
+    self._there.pop(name, None)
 
   def _check(self, name: str) -> None:
     """Refuses to overwrite a file that is not this run's."""

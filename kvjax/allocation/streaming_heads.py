@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from kvjax import files
 from kvjax.activations import Activations
+from kvjax.addresses import local
 from kvjax.allocation.base import Allocation, Chooser, LayerBudget, Sizes
 from kvjax.cache.layers import LayerCache
 from kvjax.errors import InputError
@@ -199,7 +200,7 @@ def read_pattern(path: str) -> Float[np.ndarray, "L K"]:
   Raises:
     InputError: the file cannot be read, or has no such numbers.
   """
-  text = files.read_text(path)
+  text = files.read_text(local(path))
   try:
     with warnings.catch_warnings():
       warnings.simplefilter("ignore")  # That there are no numbers.

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from kvjax.addresses import local
 from kvjax.errors import InputError
 from kvjax.methods.gated import Gate
 from kvjax.methods.stored import read_once
@@ -122,7 +123,7 @@ def _normalize(
 
 def _file(path: str) -> pathlib.Path:
   """The file, or the only one of its kind in a folder."""
-  folder = pathlib.Path(path)
+  folder = local(path)
   if not os.path.isdir(folder):  # False for names that are too long
     return folder
   found = sorted(folder.glob("*.pt"))

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import safetensors
 
+from kvjax.addresses import local
 from kvjax.errors import InputError
 from kvjax.files import check_regular, reason
 from kvjax.model import Geometry
@@ -85,7 +86,8 @@ def read_once[Read](
   """Reads a file of arrays, once for as long as it does not change.
 
   Args:
-    path: the file, or a folder with one named model.safetensors.
+    path: the file, or a folder with one named model.safetensors, or the
+      address of one.
     read: reads the file, given its path and the arguments.
     *arguments: hashable values.
     beside: names of the other files of its folder that it reads.
@@ -93,7 +95,7 @@ def read_once[Read](
   Raises:
     InputError: there is no such file.
   """
-  file = pathlib.Path(path)
+  file = local(path)
   # Of a name that is too long, `is_dir` would raise an error.
   file = file / "model.safetensors" if os.path.isdir(file) else file
   paths = (file, *map(file.with_name, beside))

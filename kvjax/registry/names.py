@@ -21,7 +21,13 @@ from kvjax.options.budgets import (
   as_budget,
 )
 from kvjax.options.schedules import WHOLE, Schedule
-from kvjax.registry.parsing import make_named, options_of, unknown, with_options
+from kvjax.registry.parsing import (
+  make_named,
+  options_of,
+  split_options,
+  unknown,
+  with_options,
+)
 from kvjax.registry.registry import METHODS, RETRIEVALS, Recipe, recipe_of
 from kvjax.registry.wrappers import WRAPPERS, wrap
 from kvjax.retrieval.base import Retrieval
@@ -39,8 +45,8 @@ def get_recipe(name: str) -> Recipe:
   and `chunkkv.kvpress/` change what the method keeps. Their options follow
   their own name, or the last name: `pyramid:beta=10/keydiff` is
   `pyramid/keydiff:beta=10`. If several parts have an option of that name, it
-  is then the method's. An option that names a file takes a path without colons:
-  `ada/qfilters:filters=models/filters.safetensors`.
+  is then the method's. An option that names a file takes a path without colons,
+  or an address: `ada/qfilters:filters=gs://bucket/filters.safetensors`.
 
   Raises:
     InputError: no such method, preset or option, or a value out of range.
@@ -48,7 +54,7 @@ def get_recipe(name: str) -> Recipe:
   path = name.strip().partition(":")[0]
   if path.endswith(".py"):
     raise unknown(path, (), ())
-  before, last = _split(name.strip())
+  before, last = split_prefixes(name.strip())
   names = [text.partition(":")[0] for text in before]
   kinds = collections.Counter(
     text.partition(".")[0] for text in names if text in WRAPPERS
@@ -58,7 +64,7 @@ def get_recipe(name: str) -> Recipe:
       raise InputError(
         f"{kind} stands {count} times before a method; write it once."
       )
-  base, *options = last.split(":")
+  base, *options = split_options(last)
   kind = base.partition("@")[0]
   if METHODS.find(kind) is None and RETRIEVALS.find(kind) is not None:
     raise InputError(
@@ -115,7 +121,7 @@ def _check_even(label: str, recipe: Recipe) -> None:
     )
 
 
-def _split(name: str) -> tuple[list[str], str]:
+def split_prefixes(name: str) -> tuple[list[str], str]:
   """Splits a name into its prefixes and the method with its options.
 
   A slash after the options of a method is part of a path.

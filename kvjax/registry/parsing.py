@@ -3,6 +3,7 @@
 import dataclasses
 import difflib
 import functools
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -23,11 +24,22 @@ def make_named(name: str, names: Names) -> Any:
   Raises:
     InputError: no such method, preset or option, or a value out of range.
   """
-  base, *options = name.split(":")
+  base, *options = split_options(name)
   made = names.find(base)
   if made is None:
     raise unknown(base, [*names, *names.presets], names)
   return with_options(base, made, options)
+
+
+def split_options(text: str) -> list[str]:
+  """Splits a name and its options at their colons, but for addresses.
+
+  Examples:
+    >>> from kvjax.registry.parsing import split_options
+    >>> split_options("kvzap:gate=gs://bucket/gate:level=head")
+    ['kvzap', 'gate=gs://bucket/gate', 'level=head']
+  """
+  return re.split(r":(?!//)", text)
 
 
 def unknown(

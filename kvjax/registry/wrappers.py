@@ -18,7 +18,7 @@ from kvjax.methods.rerotated import Rerotated
 from kvjax.methods.think import Think
 from kvjax.methods.whole_chunks import WholeChunks
 from kvjax.options.budgets import Rounding
-from kvjax.registry.parsing import suggest, with_options
+from kvjax.registry.parsing import split_options, suggest, with_options
 from kvjax.registry.registry import PREFIXES, Recipe
 
 
@@ -88,7 +88,7 @@ def wrap(text: str, inner: Recipe, label: str) -> Recipe:
   Raises:
     InputError: there is no such name or option, or it does not fit the recipe.
   """
-  name, *options = text.split(":")
+  name, *options = split_options(text)
   if name not in WRAPPERS:
     raise InputError(
       f"There is no {name!r} to put before a method{suggest(name, WRAPPERS)}; "

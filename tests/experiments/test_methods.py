@@ -3,6 +3,7 @@
 import dataclasses
 
 import pytest
+from made_up_gates import write_kvzap
 
 import kvjax
 from kvjax.errors import InputError
@@ -80,6 +81,13 @@ class Newest(kvjax.methods.HeadwiseMethod):
 @dataclasses.dataclass(frozen=True)
 class Mute(Newest):
   factor: int = 1
+
+
+def test_a_page_of_a_method_with_a_file(tmp_path):
+  gate = write_kvzap(tmp_path / "gate", 32, 2, 2)
+  said = methods.page(f"ada/kvzap:gate={gate}:level=head")
+  assert "2601.07891" in said
+  assert ["level", "head"] in map(str.split, said.splitlines())
 
 
 def test_a_method_without_a_summary_is_listed_by_its_docstring(monkeypatch):

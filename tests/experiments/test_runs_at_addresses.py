@@ -53,3 +53,41 @@ def test_a_run_at_an_address_is_that_of_a_folder(
     for folder in (there, tmp_path / "here")
   ]
   assert names[0] == names[1]
+
+
+def test_files_of_methods_are_made_and_read_at_addresses(
+  run_binary, tiny_directory, tmp_path
+):
+  documents = tmp_path / "documents"
+  documents.mkdir()
+  for name in "abc":
+    text = f"The file {name} has been read, and so have the others. "
+    (documents / f"{name}.txt").write_text(text * 20)
+  there = f"file://{tmp_path}/there"
+
+  def run(program, *arguments):
+    done = run_binary(
+      f"kvjax.experiments.{program}", f"--model={tiny_directory}", *arguments
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+  gate, queries = f"{there}/gate", f"{there}/deep/queries.safetensors"
+  read = f"--documents={documents}"
+  said = run(
+    *("train_gate", read, "--length=60", "--tokens=30", "--epochs=2"),
+    f"--output={gate}",
+  )
+  assert f"the weights are in {gate}." in said
+  names = {path.name for path in (tmp_path / "there" / "gate").iterdir()}
+  # Nothing is left of what it has done on the way.
+  assert names >= {"config.json", "model.safetensors", "run.json"}
+  assert not list((tmp_path / "there" / "gate").rglob("*.safetensors"))[1:]
+  said = run("calibrate_queries", read, "--length=64", f"--output={queries}")
+  assert f"are in {queries}." in said
+  said = run(
+    *("compare", "--samples=1", "--length=320", "--retention=0.5"),
+    f"--methods=kvzap:gate={gate},qfilters:filters={queries}",
+    f"--output={tmp_path / 'compared'}",
+  )
+  assert "kvzap" in said

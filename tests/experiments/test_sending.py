@@ -95,6 +95,18 @@ def test_what_changes_is_sent(store, sent):
   assert not folder.parent.exists()
 
 
+def test_what_a_run_removes_of_its_own_scratch_is_removed_there(store):
+  store.pipe({"/bucket/runs/.work/1": b"1", "/bucket/runs/.work/2": b"2"})
+  with sending.sending():
+    folder = outputs.run_folder(RUNS)
+    outputs.write_text(folder / ".work" / "3", "3")
+    assert len(contents(store)) == 3
+    store.pipe({"/bucket/runs/.work/4": b"of another run"})
+    for name in "13":
+      (folder / ".work" / name).unlink()
+  assert contents(store) == {".work/2": "2", ".work/4": "of another run"}
+
+
 def test_a_description_is_sent_after_what_it_describes(store, sent):
   copy = sending.Copy(RUNS)
   for number, name in enumerate(["z", "y", "a"]):
