@@ -4,7 +4,8 @@
 
 puts table.md of a benchmark, or the scores of a comparison, between the marks
 `<!-- scaling -->` and `<!-- /scaling -->` of its folder's name, in the page
-that has them. It is run from the root of the repository.
+that has them; of a comparison with --timed_rounds at several lengths, what the
+methods cost. It is run from the root of the repository.
 """
 
 import pathlib
@@ -13,7 +14,7 @@ from collections.abc import Sequence
 from kvjax import files
 from kvjax.errors import InputError
 from kvjax.experiments import cli
-from kvjax.experiments.report import benchmark_tables, run_files, wording
+from kvjax.experiments.report import benchmark_tables, costs, run_files, wording
 from kvjax.experiments.report.tables import by_budget
 
 # From the root of the checkout.
@@ -73,10 +74,22 @@ def scores(run: run_files.Record) -> str:
   return benchmark_tables.markdown(table, about, code=True)
 
 
+def of_costs(run: run_files.Record) -> str:
+  """Returns what methods cost by length, and the settings of the run."""
+  summary = run.summary
+  about = (
+    "Allocated MiB of the cache, and milliseconds from the prompt to it, of "
+    f"one prompt of {wording.averaged(run.values('task'))}; "
+    f"{wording.title(summary)}. {wording.circumstances(summary)}"
+  )
+  return benchmark_tables.markdown(costs.table(run), about, code=True)
+
+
 def _part_of(folder: pathlib.Path) -> str:
   # `evaluate` writes a run below the folder that it is given.
   if any(folder.rglob(run_files.SAMPLES)):
-    return scores(run_files.find_one(folder))
+    run = run_files.find_one(folder)
+    return of_costs(run) if costs.are_known(run) else scores(run)
   return files.read_text(folder / "table.md")
 
 

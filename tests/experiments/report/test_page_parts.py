@@ -9,7 +9,12 @@ import pytest
 from kvjax.errors import InputError
 from kvjax.experiments.compilation import peer_table
 from kvjax.experiments.peers import paired_times
-from kvjax.experiments.report import benchmark_tables, formats, page_parts
+from kvjax.experiments.report import (
+  benchmark_tables,
+  costs,
+  formats,
+  page_parts,
+)
 from kvjax.experiments.report.formats import Table
 from kvjax.experiments.timing import (
   compile_timing,
@@ -151,7 +156,8 @@ def test_a_table_of_scores_has_the_form_and_the_folder_of_its_run(
     for line in shown.partition("\n\n")[0].splitlines()
   )
   assert header[0] == "method"
-  assert all(name.endswith(" %") for name in header[1:])
+  if header[1] != "budget":  # What methods cost has columns of its own.
+    assert all(name.endswith(" %") for name in header[1:])
   cells = [[line[0].strip("`"), *line[1:]] for line in lines]
   table = formats.to_markdown(Table("", header, cells), code=True)
   assert shown.startswith(table)
@@ -290,3 +296,41 @@ def test_what_a_gpu_decodes_without_copies_is_its_output():
     speed = 1e9 * float(copies.replace(",", ""))
     moved = float(row[7]) / 100 * speed * float(step) / 1e3
     assert round(float(row[7]) * (1 - embedding / moved)) == int(share)
+
+
+def timed(run):
+  """The run, with times that grow with its rows."""
+  rows = [
+    row | {"prefill_seconds": 1.5 * n, "token_seconds": 0.01}
+    for n, row in enumerate(run.summary["rows"], start=1)
+  ]
+  return run._replace(summary={**run.summary, "rows": rows})
+
+
+def test_what_methods_cost_is_shown_by_length(record, answer):
+  lengths = (1024, 2048)
+  answers = [
+    *(answer("full", length=length) for length in lengths),
+    *(answer(length=length) for length in lengths),
+  ]
+  run = record(answers)
+  assert not costs.are_known(run)
+  run = timed(run)
+  assert costs.are_known(run)
+  assert not costs.are_known(run.at(length=1024))
+  table = costs.table(run)
+  assert table.header == [
+    *("method", "budget", "1,024: MiB", "1,024: ms", "2,048: MiB", "2,048: ms")
+  ]
+  seconds = {
+    (row["method"], row["length"]): row["prefill_seconds"]
+    for row in run.summary["rows"]
+  }
+  fastest = min(("full", "keydiff"), key=lambda name: seconds[name, 2048])
+  assert table.lines[0][0] == fastest
+  for line in table.lines:
+    times = [f"{1e3 * seconds[line[0], length]:,.0f}" for length in lengths]
+    assert [line[3], line[5]] == times
+  shown = page_parts.of_costs(run)
+  assert "from the prompt to it" in " ".join(shown.split())
+  assert shown.startswith("| method | budget | 1,024: MiB |")
