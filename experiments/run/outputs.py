@@ -3,6 +3,7 @@
 import contextlib
 import json
 import pathlib
+import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -83,10 +84,11 @@ def check_file(name: str) -> None:
 def written_file(name: str) -> Iterator[pathlib.Path]:
   """Yields where to write the file of an --output.
 
-  A file at an address is sent in the end.
+  A file at an address is sent in the end, and takes the place of one that is
+  there.
 
   Raises:
-    InputError: it cannot be written.
+    InputError: it cannot be written; what cannot be sent is kept.
   """
   if not addresses.is_address(name):
     path = pathlib.Path(name)
@@ -94,10 +96,19 @@ def written_file(name: str) -> Iterator[pathlib.Path]:
     yield path
     return
   place = addresses.Place.of(name)
-  with tempfile.TemporaryDirectory() as scratch:
-    path = pathlib.Path(scratch) / place.name
+  path = pathlib.Path(tempfile.mkdtemp(prefix="kvjax-"), place.name)
+  try:
     yield path
-    place.send(path, "")
+    try:
+      place.send(path, "")
+    except InputError as error:
+      said = str(error).removesuffix(".")
+      raise InputError(f"{said}; it is kept as {path}.") from error
+  except BaseException:
+    with contextlib.suppress(OSError):
+      path.parent.rmdir()  # Unless the file is there.
+    raise
+  shutil.rmtree(path.parent, ignore_errors=True)
 
 
 def check_option(name: str) -> None:

@@ -146,8 +146,10 @@ class Copy:
     del self._tried[name]
 
   def _remove(self, name: str) -> None:
-    self._check(name)
-    self._place.remove([name])
+    # The last attempt may have succeeded all the same.
+    if name in self._place.listed():
+      self._check(name)
+      self._place.remove([name])
     del self._sent[name]
     self._there.pop(name, None)
 

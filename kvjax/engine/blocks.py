@@ -16,7 +16,7 @@ from kvjax.cache.window import WindowLayer
 from kvjax.engine.compress import finalize_cache, finalize_layer
 from kvjax.engine.compression_plan import Plan
 from kvjax.engine.evicting import evict_all
-from kvjax.engine.feed import append_block
+from kvjax.engine.feed import append_block, observe
 from kvjax.engine.forward import attend_to_prompt
 from kvjax.engine.model_layers import index_layer, layer_stacks, run_block
 from kvjax.engine.prepared import LayerProgram, PreparedPlan, in_pages
@@ -93,7 +93,7 @@ def _prefill_blocks(
   rows = lengths.shape[0]
   empty = Cache(
     tuple(
-      _empty_stack(model, params, plan, kind, (kinds.count(kind), rows))
+      _empty_stack(model, params, prepared, kind, (kinds.count(kind), rows))
       for kind in unique
     ),
     jnp.zeros_like(lengths),
@@ -151,14 +151,18 @@ def _kinds(
 
 
 def _empty_stack(
-  model: Model, params: PyTree, plan: Plan, kind: _Kind, sizes: tuple[int, int]
+  model: Model,
+  params: PyTree,
+  prepared: PreparedPlan,
+  kind: _Kind,
+  sizes: tuple[int, int],
 ) -> Layer:
   """Makes a stack of empty layers, including what the method will remember.
 
   Args:
     model: the functions.
     params: the weights.
-    plan: the plan.
+    prepared: the plan.
     kind: kind of the layers.
     sizes: number of layers and of rows.
   """
@@ -180,11 +184,9 @@ def _empty_stack(
     )
     if kind.spec.window is not None:
       return WindowLayer.of(activations, kind.spec.window)
-    activations = plan.candidates(activations)
-    cache = LayerCache.of(activations)
+    cache = LayerCache.of(prepared.plan.candidates(activations))
     if kind.evicts:
-      plan.method.check_activations(activations)
-      cache = plan.method.observe(jnp.int32(0), cache, activations)
+      cache = observe(prepared, jnp.int32(0), cache, activations)
     # It holds one token already.
     return cache.grow(kind.capacity - 1)
 

@@ -42,10 +42,14 @@ def prepare_decoding(
     processed: tokens of each row so far.
     width: tokens of the block that is fed first; 0 for none.
     decoding: how many tokens follow.
+
+  Raises:
+    InputError: the files of the plan's method are of another model.
   """
   plan = cache.plan
   if plan is None or plan.keeps_prompts:
     return None
+  plan.method.check_model(model.geometry)
   # The parts, not their sum: rows of one bucket then share programs.
   padded = bucket(int(processed.max()))
   longest = padded + width + decoding.rounded.max_new_tokens

@@ -45,23 +45,34 @@ class Evaluation(NamedTuple):
     per_query_head: whether each query head stores its own keys.
     observer: the method that evicts while decoding, for which state must be
       remembered; None if there is none.
+    goes_on: whether the observer is the method itself, with the same files, so
+      that its scores are of what it remembers.
   """
 
   method: Method
   allocation: Allocation
   per_query_head: bool
   observer: Method | None
+  goes_on: bool = False
 
   @classmethod
   def of(cls, plan: Plan) -> "Evaluation":
     """Returns the evaluation that a plan needs."""
     later = plan.while_decoding
+    observer = None if later is None else later.method
     return cls(
       plan.method,
       plan.spread.selector,
       plan.per_query_head,
-      None if later is None else later.method,
+      observer,
+      observer == plan.method,
     )
+
+  @property
+  def activations(self) -> frozenset[str]:
+    """Optional activations that the method scores by or the observer reads."""
+    observed = () if self.observer is None else self.observer.traits.observes
+    return self.method.traits.activations.union(observed)
 
   def without_files(self) -> "Evaluation":
     """What compiled programs know it by, whatever its methods' files are."""
@@ -126,7 +137,7 @@ def evaluate_layer(
       with blamed_on(evaluation.observer):
         after = evaluation.observer.observe(layer, cache, seen)
     # The method scores what it remembers, such as the attention received.
-    if evaluation.observer == method:
+    if evaluation.goes_on:
       cache = after
     if scored:
       evaluate = evaluation.allocation.evaluate
@@ -163,7 +174,7 @@ def candidates_of(
 ) -> LayerCache:
   """The same candidates as in `evaluate_layer`."""
   cache, _ = _candidates(evaluation.per_query_head, activations)
-  if evaluation.observer == evaluation.method:
+  if evaluation.goes_on:
     cache = _remember(cache, evaluated)
   return cache
 

@@ -222,15 +222,6 @@ class Plan:
     moves = self.while_decoding is not None or traits.renumbers
     return not (moves or self.sparse is not None or traits.channels)
 
-  @property
-  def activations(self) -> frozenset[str]:
-    """Optional activations that the plan depends on."""
-    later = self.while_decoding
-    observed = (
-      frozenset[str]() if later is None else later.method.traits.observes
-    )
-    return self.method.traits.activations | observed
-
   def candidates(self, activations: Activations) -> Activations:
     """Repeats keys and values as the plan's caches store them."""
     if not self.per_query_head:

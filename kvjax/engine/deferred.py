@@ -59,7 +59,8 @@ class Deferred:
     """
     self._waits = bool(plans)
     replaying = [plan for plan in plans if plan.method.traits.replay]
-    self._names = frozenset[str]().union(*(p.activations for p in replaying))
+    evaluations = map(Evaluation.of, replaying)
+    self._names = frozenset[str]().union(*(e.activations for e in evaluations))
     # Queries are most of a layer. What is remembered after a replay depends on
     # them, and so do indices and channels of what is kept.
     self._queries = any(plan.while_decoding for plan in replaying) or any(

@@ -26,7 +26,7 @@ class Loaded(NamedTuple):
   Attributes:
     known_as: the evaluation without the names of files.
     weights: what the method's files have.
-    observer_weights: what the observer's files have, if there is one.
+    observer_weights: what the observer's files have, if it reads activations.
   """
 
   known_as: Evaluation
@@ -40,10 +40,15 @@ def load(evaluations: Iterable[Evaluation]) -> Mapping[Evaluation, Loaded]:
 
 
 def _load(evaluation: Evaluation) -> Loaded:
-  method, observer = evaluation.method, evaluation.observer
-  observed = weights = replicate(method.load())
-  if observer != method:
-    observed = None if observer is None else replicate(observer.load())
+  """Reads what the methods of an evaluation have in files."""
+  observer = evaluation.observer
+  weights = replicate(evaluation.method.load())
+  if evaluation.goes_on:
+    observed = weights
+  elif observer is not None and observer.traits.observes:
+    observed = replicate(observer.load())
+  else:
+    observed = None
   return Loaded(evaluation.without_files(), weights, observed)
 
 
@@ -111,10 +116,7 @@ def evaluate_all(
       evaluations[evaluation] = previous[evaluation]
       continue
     known_as, weights, observer_weights = loaded[evaluation]
-    observed = (
-      frozenset[str]() if observer is None else observer.traits.observes
-    )
-    seen = activations.only(traits.activations | observed)
+    seen = activations.only(evaluation.activations)
     if weights is not None:
       evaluation.method.check_activations(seen)
     if observer is not None and observer_weights is not None:

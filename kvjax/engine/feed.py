@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int, PyTree
 from kvjax.activations import Activations
 from kvjax.cache.base import Layer
 from kvjax.cache.cache import Cache
+from kvjax.cache.layers import LayerCache
 from kvjax.engine.compress import arrange_for
 from kvjax.engine.forward import Place, States, block_positions, run_layers
 from kvjax.engine.prepared import PreparedPlan
@@ -74,7 +75,10 @@ def append_block(
     arrange = arrange_for(activations, plan)
     output, stack = stack.step(place.rank, activations, arrange)
     if prepared is not None and place.stack in evicting:
-      stack = _observe(prepared, place, stack, activations)
+      # Methods see one layer; `put` writes only what the method changed.
+      view: Any = stack.at(place.rank)
+      after = observe(prepared, place.layer, view, activations)
+      stack = stack.put(place.rank, view, after)
     return output, stack
 
   positions = block_positions(cache.next_positions, tokens.shape[1], lengths)
@@ -86,16 +90,26 @@ def append_block(
   )
 
 
-def _observe(
-  prepared: PreparedPlan, place: Place, stack: Any, activations: Activations
-) -> Any:
-  """Lets a method remember in the stack of a layer what it needs of a block."""
+def observe(
+  prepared: PreparedPlan,
+  layer: Int[Array, ""],
+  cache: LayerCache,
+  activations: Activations,
+) -> LayerCache:
+  """Lets a method store in the cache of a layer what it needs of a block.
+
+  Args:
+    prepared: the method's plan.
+    layer: index of the layer in the model.
+    cache: the layer's cache, which ends with the block.
+    activations: activations of the block.
+
+  Raises:
+    InputError: the model does not provide what the method reads.
+  """
   plan, method = prepared.plan, prepared.plan.method
   seen = plan.candidates(activations.only(method.traits.observes))
   method.check_activations(seen)
   seen = dataclasses.replace(seen, weights=prepared.weights)
-  # Methods see one layer; `put` writes only what the method changed.
-  view = stack.at(place.rank)
   with blamed_on(method), jax.default_matmul_precision("highest"):
-    after = method.observe(place.layer, view, seen)
-  return stack.put(place.rank, view, after)
+    return method.observe(layer, cache, seen)

@@ -151,7 +151,7 @@ class _Sweep:
     Returns:
       The logits after each row's last token, and the likelihoods.
     """
-    optional = frozenset[str]().union(*(p.activations for p in self._plans))
+    optional = frozenset[str]().union(*(e.activations for e in self._loaded))
     layers = prompt_programs.forward_layers(
       self._model, params, self._prompts, optional
     )

@@ -94,8 +94,9 @@ class Method(abc.ABC):
   def without_files(self) -> Self:
     """Returns the method without the names of files that `load` reads.
 
-    Compiled programs know a method by this, so that methods which differ in
-    nothing but their files share them. By default, it is the method itself.
+    Programs that compress whole prompts know a method by this, so that methods
+    which differ in nothing but their files share them. By default, it is the
+    method itself.
     """
     return self
 

@@ -9,6 +9,7 @@ from jaxtyping import Array, Bool, Int
 from kvjax.cache.layers import LayerCache
 from kvjax.methods.fast_kvzip_gate import FastKVzipGate
 from kvjax.methods.gated import GatedMethod
+from kvjax.methods.traits import Traits
 from kvjax.options.bounds import check_least, check_share
 from kvjax.selection import floor_share, last_tokens
 
@@ -32,10 +33,10 @@ class FastKVzip(GatedMethod):
       a folder with one such file.
     level: heads that share a budget; see `KVzip`.
     sinks: number of first tokens that are kept.
-    recent: share of a prompt whose last tokens are kept, rounded down, at least
-      one token.
-    window: number of last tokens that are kept of a prompt of 32,000 tokens or
-      more, in place of a share.
+    recent: share of the tokens so far whose last ones are kept, rounded down,
+      at least one token.
+    window: number of last tokens that are kept of 32,000 tokens or more, in
+      place of a share.
   """
 
   sinks: int = 4
@@ -52,6 +53,11 @@ class FastKVzip(GatedMethod):
     super().__post_init__()
     check_least(self, sinks=0, window=1)
     check_share(self, "recent")
+
+  @property
+  def traits(self) -> Traits:
+    """It reads the layers' inputs, and keeps first tokens and a last one."""
+    return dataclasses.replace(super().traits, sinks=self.sinks, protects=1)
 
   @property
   def score_range(self) -> tuple[float, float]:

@@ -41,8 +41,9 @@ class Traits:
     joins_layers: whether all layers keep the same tokens, which are selected
       once, by what `Method.join` makes of the scores of all layers.
     activations: those of `kvjax.activations.OPTIONAL` that scores depend on.
-    observes: those of them from which `Method.observe` stores what evictions
-      between blocks and while decoding need, so that they do not need them.
+    observes: those of `activations` that only `Method.observe` reads where
+      tokens are evicted between blocks and while decoding; later evictions do
+      without them.
     replay: how the prompt is replayed for `Activations.replayed`, if at all.
     channels: which channels of the kept keys are stored, if not all.
     score_range: lowest and highest score, if a score means the same in all
@@ -95,7 +96,6 @@ class Traits:
         f"A method can read {', '.join(OPTIONAL)} besides queries, keys and "
         f"values; its traits ask for {', '.join(unknown)}."
       )
-
     undeclared = sorted(self.observes - self.activations)
     if undeclared:
       raise InputError(

@@ -87,7 +87,8 @@ def _choose_later(
   cache = LayerCache.of(activations)
   spread = method.allocation
   with jax.default_matmul_precision("highest"):
-    cache = method.observe(layer, cache, activations)
+    seen = activations.only(method.traits.observes)
+    cache = method.observe(layer, cache, seen)
     block = _empty_block(activations, method.traits.always)
     scores = spread.evaluate(method, layer, cache, block)
   return spread.select(method, scores, cache, budget)

@@ -107,6 +107,53 @@ def test_what_a_run_removes_of_its_own_scratch_is_removed_there(store):
   assert contents(store) == {".work/2": "2", ".work/4": "of another run"}
 
 
+def test_a_removal_that_fails_is_done_again(store, monkeypatch):
+  real = MemoryFileSystem.rm_file
+  left = [ConnectionResetError("reset")]
+
+  def remove(self, path):
+    real(self, path)
+    if left:
+      raise left.pop()
+
+  with sending.sending():
+    folder = outputs.run_folder(RUNS)
+    outputs.write_text(folder / ".work" / "1", "1")
+    (folder / ".work" / "1").unlink()
+    monkeypatch.setattr(MemoryFileSystem, "rm_file", remove)
+    sending.send_if_due()
+    assert not left
+  assert contents(store) == {}
+
+
+def test_a_file_that_cannot_be_sent_is_kept(store, monkeypatch, tmp_path):
+  def fail(self, source, target, **options):
+    raise ConnectionResetError("reset")
+
+  with outputs.written_file(f"{RUNS}/a") as path:
+    path.write_text("a")
+  assert contents(store) == {"a": "a"}
+  monkeypatch.setattr(MemoryFileSystem, "put_file", fail)
+  with (
+    pytest.raises(InputError, match=r"reset; it is kept as /") as error,
+    outputs.written_file(f"{RUNS}/a") as path,
+  ):
+    path.write_text("b")
+  assert str(path) in str(error.value)
+  assert path.read_text() == "b"
+  with pytest.raises(ValueError), outputs.written_file(f"{RUNS}/a") as path:
+    raise ValueError
+  assert not path.parent.exists()
+
+
+def test_a_folder_is_no_file(store):
+  store.pipe({"/bucket/runs/a/b": b"1"})
+  with pytest.raises(InputError, match="is a folder; give the address of a"):
+    outputs.check_file(f"{RUNS}/a")
+  outputs.check_file(f"{RUNS}/a/b")
+  assert contents(store) == {"a/b": "1"}
+
+
 def test_a_description_is_sent_after_what_it_describes(store, sent):
   copy = sending.Copy(RUNS)
   for number, name in enumerate(["z", "y", "a"]):

@@ -183,7 +183,7 @@ def compiled_layer(mesh, plan, model=WIDE):
   devices = parse_mesh(mesh)
   whole = NamedSharding(devices, PartitionSpec())
   spec = model.geometry.layers[0]
-  how = (spec, frozenset(plan.activations))
+  how = (spec, plan.method.traits.activations)
 
   def shape(dtype, *sizes):
     return jax.ShapeDtypeStruct(sizes, dtype, sharding=whole)

@@ -188,8 +188,8 @@ def test_what_is_remembered_takes_four_bytes_a_token(tmp_path):
   assert sizes[1] - sizes[0] == 4 * len(ROWS) * KV_HEADS * KEPT
 
 
-def test_another_gate_is_read_by_the_same_programs(tmp_path):
-  """Weights are arguments, also where another method keeps the prompt."""
+def test_a_gate_that_has_changed_is_read_again(tmp_path):
+  """Weights are arguments of the programs, which know the path alone."""
   gate = write_kvzap(tmp_path, *SIZES)
   later = kvjax.get_plan(
     f"kvzap:gate={gate}:level=head",
@@ -230,3 +230,104 @@ def test_what_does_not_fit_is_one_sentence(schedule, tmp_path):
       kvjax.get_plan(
         f"kvzap:gate={gate}:level=head:recent=13", budget, schedule=schedule
       )
+
+
+def test_each_plan_reads_its_own_gate(tmp_path):
+  """Programs know both by the same method, as they know no files."""
+  one = write_kvzap(tmp_path / "one", *SIZES)
+  other = write_kvzap(tmp_path / "other", *SIZES)
+  tensors = kvzap_tensors(*SIZES, seed=3)
+  safetensors.numpy.save_file(tensors, tmp_path / "other" / "model.safetensors")
+  prompts = kvjax.Prompts.of(ROWS)
+
+  def kept(gate, **options):
+    plan = kvjax.get_plan(f"kvzap:gate={gate}:level=head", KEPT, **options)
+    cache, _ = kvjax.prefill(MODEL, PARAMS, prompts, plan)
+    return [kept_positions(cache, row) for row in range(len(ROWS))], cache
+
+  later = kvjax.get_plan(
+    f"kvzap:gate={other}:level=head", KEPT, schedule=kvjax.Schedule(every=EVERY)
+  )
+  alone, _ = kept(one)
+  both, cache = kept(one, decoding=later)
+  assert both == alone != kept(other)[0]
+  # What is remembered is the other's.
+  (heads,) = np.asarray(cache.layers[0].remembered[:1])
+  scores = kvzap_scores(ROWS[0])
+  assert not np.allclose(heads[0], scores[0][both[0][0][0]], atol=1e-3)
+
+
+def test_a_model_without_inputs_is_refused_in_one_sentence(tmp_path):
+  class Blind(Placed):
+    def block(self, weights, spec, hidden, shared, positions, attend):
+      def without(activations):
+        return attend(dataclasses.replace(activations, inputs=None))
+
+      return super().block(weights, spec, hidden, shared, positions, without)
+
+  model = Blind(MODEL.geometry)
+  gate = write_kvzap(tmp_path, *SIZES)
+  for schedule in ({}, {"block": 8}, {"every": EVERY}):
+    plan = kvjax.get_plan(
+      f"kvzap:gate={gate}:level=head", KEPT, schedule=kvjax.Schedule(**schedule)
+    )
+    with pytest.raises(InputError, match="reads inputs, which this model does"):
+      kvjax.prefill(model, PARAMS, kvjax.Prompts.of(ROWS), plan)
+
+
+def test_a_cache_whose_gate_has_become_another_models_is_refused(tmp_path):
+  gate = write_kvzap(tmp_path, *SIZES)
+  plan = kvjax.get_plan(
+    f"kvzap:gate={gate}:level=head", KEPT, schedule=kvjax.Schedule(every=EVERY)
+  )
+  cache, logits = kvjax.prefill(MODEL, PARAMS, kvjax.Prompts.of(ROWS), plan)
+  write_kvzap(tmp_path, WIDTH, KV_HEADS, 2, HIDDEN)
+  with pytest.raises(InputError, match="is of another model: it scores 2 KV"):
+    kvjax.generate(MODEL, PARAMS, cache, logits, kvjax.Decoding(4), keep=True)
+
+
+@pytest.mark.parametrize("name", ["kvzap", "rerotate/kvzap", "kvzip"])
+def test_turns_of_a_conversation_stay_within_the_budget(name, tmp_path):
+  gate = write_kvzap(tmp_path, *SIZES)
+  later = name if name != "kvzip" else "kvzap"
+  schedule = kvjax.Schedule(every=EVERY)
+  own = f"{later}:gate={gate}:level=head"
+  if name == "kvzip":
+    decoding = kvjax.get_plan(own, KEPT, schedule=schedule)
+    plan = kvjax.get_plan("kvzip:level=head", 20, decoding=decoding)
+  else:
+    plan = kvjax.get_plan(own, KEPT, schedule=schedule)
+  request = kvjax.RepeatRequest(first=(8, 9), later=(9, 8), suffix=(7,))
+  prompts = kvjax.Prompts.of(ROWS, 64, repeat_request=request)
+  cache, _ = kvjax.prefill(MODEL, PARAMS, prompts, plan)
+  for _ in range(2):
+    cache = kvjax.reserve(cache, 20)
+    asked = kvjax.Prompts.of(ASKED, 8)
+    answers = kvjax.generate(
+      MODEL, PARAMS, cache, asked, kvjax.Decoding(9), keep=True
+    )
+    cache = answers.cache
+    assert (np.asarray(cache.lengths) == KEPT).all()
+
+
+def test_heads_of_queries_have_the_scores_of_their_group(tmp_path):
+  gate = write_kvzap(tmp_path, *SIZES)
+  for schedule in (kvjax.Schedule(block=8), kvjax.Schedule(every=EVERY)):
+    kept = [
+      kept_positions(
+        kvjax.prefill(
+          MODEL,
+          PARAMS,
+          kvjax.Prompts.of(ROWS),
+          kvjax.get_plan(
+            f"kvzap:gate={gate}:level=head",
+            KEPT,
+            schedule=schedule,
+            per_query_head=each,
+          ),
+        )[0],
+        0,
+      )[0]
+      for each in (False, True)
+    ]
+    assert kept[1] == [head for head in kept[0] for _ in range(2)]
