@@ -141,8 +141,11 @@ def test_a_file_that_cannot_be_sent_is_kept(store, monkeypatch, tmp_path):
     path.write_text("b")
   assert str(path) in str(error.value)
   assert path.read_text() == "b"
-  with pytest.raises(ValueError), outputs.written_file(f"{RUNS}/a") as path:
-    raise ValueError
+  with (
+    pytest.raises(ValueError, match="stopped"),
+    outputs.written_file(f"{RUNS}/a") as path,
+  ):
+    raise ValueError("stopped")
   assert not path.parent.exists()
 
 
