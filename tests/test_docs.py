@@ -248,7 +248,8 @@ def test_methods_that_commands_name_exist(page, tmp_path, monkeypatch):
   # No bucket can be reached from here.
   text = TEXTS[page].replace("gs://bucket/", "results/")
   for names in re.findall(r"--methods?=([^\s`\"]+)", text):
-    for name in names.split(","):
+    # It stands for several.
+    for name in {*names.split(",")} - {"default"}:
       kvjax.get_plan(name, kvjax.Retention(0.5))
 
 
