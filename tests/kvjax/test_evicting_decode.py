@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from placed_model import Placed
 
 import kvjax
 from kvjax.allocation import Sizes, Uniform
@@ -21,24 +22,6 @@ from kvjax.testing import TinyModel, kept_positions
 
 MODEL = TinyModel()
 PARAMS = MODEL.init()
-
-
-@dataclasses.dataclass(frozen=True)
-class Placed(TinyModel):
-  """Embeddings depend on positions: decoded tokens repeat, their keys do not.
-
-  Equal tokens would have keys of equal norms, a tie that falls as rounding
-  falls.
-  """
-
-  def embed(self, params, tokens, positions):
-    def shift(position):
-      key = jax.random.fold_in(jax.random.key(1), position)
-      return 0.3 * jax.random.normal(key, (self.width,))
-
-    hidden, shared = super().embed(params, tokens, positions)
-    return hidden + jax.vmap(jax.vmap(shift))(jnp.maximum(positions, 0)), shared
-
 
 # Half the time to compile, where one layer shows it all.
 ONE_LAYER = Placed(Geometry.uniform(1, 4, 2, 8, 4096))

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from made_up_gates import kvzap_tensors, write_fast_kvzip, write_kvzap
+from placed_model import Placed
 
 import kvjax
 from kvjax.errors import InputError
 from kvjax.model import Geometry
-from kvjax.testing import TinyModel, kept_positions
+from kvjax.testing import kept_positions
 
 WIDTH, KV_HEADS, HIDDEN = 32, 2, 5
 SIZES = (WIDTH, KV_HEADS, 1, HIDDEN)
@@ -21,20 +22,6 @@ ROWS = [
 ]
 ASKED = [[5, 3], [8], [9, 7, 9]]
 KEPT, RECENT, EVERY = 12, 3, 4
-
-
-@dataclasses.dataclass(frozen=True)
-class Placed(TinyModel):
-  """Embeddings depend on positions, so that repeated tokens do not tie."""
-
-  def embed(self, params, tokens, positions):
-    def shift(position):
-      key = jax.random.fold_in(jax.random.key(1), position)
-      return 0.3 * jax.random.normal(key, (self.width,))
-
-    hidden, shared = super().embed(params, tokens, positions)
-    return hidden + jax.vmap(jax.vmap(shift))(jnp.maximum(positions, 0)), shared
-
 
 MODEL = Placed(Geometry.uniform(1, 4, KV_HEADS, 8, 4096))
 PARAMS = MODEL.init()
