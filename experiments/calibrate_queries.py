@@ -36,7 +36,7 @@ _SAMPLES = flags.DEFINE_integer(
 _OUTPUT = flags.DEFINE_string(
   "output",
   "results/queries.safetensors",
-  "The file to write, or its address; its name has neither colons nor commas.",
+  "The file to write, by a path without colons and commas, or its address.",
 )
 # Those of a text's first tokens are outliers.
 _SINKS = 4

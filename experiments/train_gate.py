@@ -41,8 +41,8 @@ for module in (document_inputs, run_inputs, host_inputs):
 _OUTPUT = flags.DEFINE_string(
   "output",
   "results/gate",
-  "Folder for the weights, or its address; its name has neither colons nor "
-  "commas.",
+  "Folder for the weights, by a path without colons and commas, or its "
+  "address.",
 )
 _KIND = flags.DEFINE_enum(
   "kind",

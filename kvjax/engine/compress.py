@@ -53,7 +53,7 @@ class Evaluation(NamedTuple):
   allocation: Allocation
   per_query_head: bool
   observer: Method | None
-  goes_on: bool = False
+  goes_on: bool
 
   @classmethod
   def of(cls, plan: Plan) -> "Evaluation":

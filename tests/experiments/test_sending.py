@@ -5,9 +5,9 @@ import pathlib
 import tempfile
 import threading
 
-import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
+from memory_store import contents, empty_store
 
 from kvjax import files
 from kvjax.errors import InputError
@@ -29,9 +29,7 @@ def fresh(monkeypatch, tmp_path):
 @pytest.fixture
 def store(monkeypatch):
   """An empty store, in memory."""
-  monkeypatch.setattr(MemoryFileSystem, "store", {})
-  monkeypatch.setattr(MemoryFileSystem, "pseudo_dirs", [""])
-  return fsspec.filesystem("memory")
+  return empty_store(monkeypatch)
 
 
 @pytest.fixture
@@ -62,14 +60,6 @@ def kept(tmp_path):
   """The folder of this machine."""
   (folder,) = tmp_path.glob("kvjax-*/runs")
   return folder
-
-
-def contents(store):
-  names = store.find("/bucket/runs")
-  return {
-    name.removeprefix("/bucket/runs/"): store.cat(name).decode()
-    for name in names
-  }
 
 
 def test_what_changes_is_sent(store, sent):
@@ -124,37 +114,6 @@ def test_a_removal_that_fails_is_done_again(store, monkeypatch):
     sending.send_if_due()
     assert not left
   assert contents(store) == {}
-
-
-def test_a_file_that_cannot_be_sent_is_kept(store, monkeypatch, tmp_path):
-  def fail(self, source, target, **options):
-    raise ConnectionResetError("reset")
-
-  with outputs.written_file(f"{RUNS}/a") as path:
-    path.write_text("a")
-  assert contents(store) == {"a": "a"}
-  monkeypatch.setattr(MemoryFileSystem, "put_file", fail)
-  with (
-    pytest.raises(InputError, match=r"reset; it is kept as /") as error,
-    outputs.written_file(f"{RUNS}/a") as path,
-  ):
-    path.write_text("b")
-  assert str(path) in str(error.value)
-  assert path.read_text() == "b"
-  with (
-    pytest.raises(ValueError, match="stopped"),
-    outputs.written_file(f"{RUNS}/a") as path,
-  ):
-    raise ValueError("stopped")
-  assert not path.parent.exists()
-
-
-def test_a_folder_is_no_file(store):
-  store.pipe({"/bucket/runs/a/b": b"1"})
-  with pytest.raises(InputError, match="is a folder; give the address of a"):
-    outputs.check_file(f"{RUNS}/a")
-  outputs.check_file(f"{RUNS}/a/b")
-  assert contents(store) == {"a/b": "1"}
 
 
 def test_a_description_is_sent_after_what_it_describes(store, sent):

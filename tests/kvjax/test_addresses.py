@@ -7,11 +7,11 @@ import os
 import pathlib
 from concurrent.futures import ThreadPoolExecutor
 
-import fsspec
 import jax
 import numpy as np
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
+from memory_store import empty_store
 
 import kvjax
 import kvjax.models
@@ -25,10 +25,8 @@ RUN = "memory://bucket/run"
 @pytest.fixture(autouse=True)
 def store(monkeypatch, tmp_path):
   """An empty store, and an empty cache of the user's."""
-  monkeypatch.setattr(MemoryFileSystem, "store", {})
-  monkeypatch.setattr(MemoryFileSystem, "pseudo_dirs", [""])
   monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-  return fsspec.filesystem("memory")
+  return empty_store(monkeypatch)
 
 
 @pytest.fixture

@@ -1,10 +1,9 @@
 """Options of methods that name a file at an address."""
 
-import fsspec
 import numpy as np
 import pytest
-from fsspec.implementations.memory import MemoryFileSystem
 from made_up_gates import write_fast_kvzip, write_kvzap
+from memory_store import empty_store
 
 import kvjax
 from kvjax import addresses
@@ -22,11 +21,9 @@ SIZES = (32, 2, 2)
 @pytest.fixture(autouse=True)
 def store(monkeypatch, tmp_path):
   """An empty store, and an empty cache of the user's."""
-  monkeypatch.setattr(MemoryFileSystem, "store", {})
-  monkeypatch.setattr(MemoryFileSystem, "pseudo_dirs", [""])
   monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
   addresses._fetched.cache_clear()
-  yield fsspec.filesystem("memory")
+  yield empty_store(monkeypatch)
   addresses._fetched.cache_clear()
 
 
