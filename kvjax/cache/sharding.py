@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from kvjax.activations import Activations
@@ -295,24 +295,50 @@ def shard_stack[L: Layer](stack: L) -> L:
   return stack.place(functools.partial(_constrain, leading=1))
 
 
+def layer_spec(
+  shape: Sequence[int], axes: Sequence[str], leading: int = 0
+) -> PartitionSpec | None:
+  """Chooses how an array of a layer is spread over the mesh in context.
+
+  Args:
+    shape: its shape.
+    axes: mesh axes of its axes after the leading ones.
+    leading: leading axes that are not sharded: 1 for a stack of layers.
+
+  Returns:
+    None if it stays whole: cursors and counts per row lack the axis of heads.
+  """
+  if len(shape) < 2 + leading:
+    return None
+  sizes = jax.sharding.get_abstract_mesh().shape
+  return PartitionSpec(
+    *(None,) * leading,
+    *(
+      spread_over(axis, [shape[leading + i]], sizes)
+      for i, axis in enumerate(axes)
+    ),
+  )
+
+
 def _constrain[Tree](tree: Tree, axes: Sequence[str], leading: int) -> Tree:
-  mesh = jax.sharding.get_abstract_mesh()
-  if mesh.empty:
+  if jax.sharding.get_abstract_mesh().empty:
     return tree
 
   def constrain(leaf: jax.Array) -> jax.Array:
-    # Outside of programs a constraint would move a host array to the devices.
-    stays = is_on_host(leaf) and not isinstance(leaf, jax.core.Tracer)
-    # Cursors and counts per row lack the axis of heads; they stay whole.
-    if leaf.ndim < 2 + leading or stays:
+    spec = layer_spec(leaf.shape, axes, leading)
+    if spec is None or _is_there(leaf, spec):
       return leaf
-    spec = PartitionSpec(
-      *(None,) * leading,
-      *(
-        spread_over(axis, [leaf.shape[leading + i]], mesh.shape)
-        for i, axis in enumerate(axes)
-      ),
-    )
     return jax.lax.with_sharding_constraint(leaf, spec)
 
   return jax.tree.map(constrain, tree)
+
+
+def _is_there(leaf: jax.Array, spec: PartitionSpec) -> bool:
+  """Whether a constraint outside of programs would copy an array needlessly.
+
+  One on the host would be moved to the devices.
+  """
+  if isinstance(leaf, jax.core.Tracer):
+    return False
+  place = NamedSharding(jax.sharding.get_mesh(), spec)
+  return is_on_host(leaf) or leaf.sharding.is_equivalent_to(place, leaf.ndim)

@@ -17,7 +17,8 @@ import jax
 from kvjax import files, hosts
 from kvjax.addresses import fetch, is_address, written
 from kvjax.cache.cache import Cache
-from kvjax.checkpoint.trees import Arrays, describe, empty_arrays, restore
+from kvjax.checkpoint.reading import read_arrays
+from kvjax.checkpoint.trees import Arrays, describe, restore
 from kvjax.engine.capacity import check_cache, check_caches
 from kvjax.errors import InputError
 from kvjax.model import Model, check_model
@@ -183,8 +184,8 @@ def load_cache(directory: Path, *, model: Model, model_id: str) -> Cache:
   """Loads a cache that `save_cache` saved, bit for bit.
 
   With a mesh in context (`jax.set_mesh`), layers are sharded as by `prefill`,
-  however they were sharded when they were saved. In a program on several hosts,
-  all of them must call it, and each reads all arrays.
+  however they were sharded when they were saved, and a device reads its part
+  alone. In a program on several hosts, all of them must call it.
 
   Args:
     directory: directory of the cache, or its address, such as
@@ -244,9 +245,7 @@ def _restored(
   # Orbax does not notice elements whose bits have changed.
   if _checksums(directory / saved["arrays"]) != saved["files"]:
     raise _damaged(directory)
-  arrays = empty_arrays(saved["cache"])
-  filled = {path: array for path, array in arrays.items() if array.size}
-  arrays |= files.orbax().load(directory / saved["arrays"], filled)
+  arrays = read_arrays(saved["cache"], directory / saved["arrays"])
   cache: Cache = restore(saved["cache"], arrays)
   return cache
 

@@ -91,20 +91,23 @@ def _field_names(value: Any) -> Sequence[str]:
   return [field.name for field in dataclasses.fields(value)]
 
 
-def empty_arrays(saved: Any) -> Arrays:
-  """Makes arrays with the shapes and dtypes of a described tree."""
+def abstract_arrays(saved: Any) -> dict[str, jax.ShapeDtypeStruct]:
+  """Returns the shapes and dtypes of the arrays of a described tree."""
   if isinstance(saved, dict) and "array" in saved:
-    dtype = jnp.dtype(saved["dtype"])
-    return {saved["array"]: np.empty(saved["shape"], dtype)}
+    shape, dtype = tuple(saved["shape"]), jnp.dtype(saved["dtype"])
+    return {saved["array"]: jax.ShapeDtypeStruct(shape, dtype)}
   if isinstance(saved, dict):
     saved = list(saved["fields"].values())
-  arrays: Arrays = {}
+  arrays: dict[str, jax.ShapeDtypeStruct] = {}
   for child in saved if isinstance(saved, list) else []:
-    arrays |= empty_arrays(child)
+    arrays |= abstract_arrays(child)
   return arrays
 
 
-def restore(saved: Any, arrays: Arrays) -> Any:
+def restore(
+  saved: Any,
+  arrays: Mapping[str, Shaped[np.ndarray, "..."] | Shaped[jax.Array, "..."]],
+) -> Any:
   """Restores a tree from its description and arrays; shards its layers.
 
   Raises:
@@ -115,7 +118,7 @@ def restore(saved: Any, arrays: Arrays) -> Any:
   if not isinstance(saved, dict):
     return saved
   if "array" in saved:
-    return jnp.asarray(arrays[saved["array"]])
+    return arrays[saved["array"]]
   fields = {
     name: restore(child, arrays) for name, child in saved["fields"].items()
   }
