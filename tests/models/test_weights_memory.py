@@ -32,7 +32,7 @@ SIZES = dict(
 # The largest tensor of a file, in float32: a matrix of the MLP.
 TENSOR = 256 * 1024 * 4
 # Of Python and of compiling.
-SLACK = TENSOR
+SLACK = 3 * TENSOR // 4
 
 
 @pytest.fixture(scope="module")
