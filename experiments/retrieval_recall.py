@@ -4,9 +4,10 @@
 
 prefills needle prompts with their questions, decodes with the full cache, and
 lets each retrieval method retrieve keys for the model's real queries. It prints
-a table and writes results/retrieval/{summary.json,table.md}. The numbers are
-means over tasks, samples, tokens, heads and the layers with an index, those of
-recall and error with 95 % intervals over samples:
+a table and writes results/retrieval/{summary.json,table.md}, and every batch to
+batches.jsonl, from which an interrupted run resumes. The numbers are means over
+tasks, samples, tokens, heads and the layers with an index, those of recall and
+error with 95 % intervals over samples:
 
 - recall: share of the stored keys of exact search that are retrieved;
 - output error: |o - o_dense| / |o_dense| of a head's attention output;
@@ -20,7 +21,7 @@ the same command share the prompts.
 """
 
 import dataclasses
-import json
+import pathlib
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -52,6 +53,7 @@ from kvjax.experiments.run import (
   retrieval_quality,
 )
 from kvjax.experiments.run.candidates import Candidate, candidates
+from kvjax.experiments.run.line_files import Line, LineFile
 from kvjax.experiments.run.prompting import (
   QUERY_AWARE,
   Prompt,
@@ -105,7 +107,7 @@ def main() -> None:
     )
     samples = needle_inputs.samples(lm)
     comparison.check_hosts(settings, comparison.wanted(chosen, samples))
-    measured = _measure(lm, chosen, samples)
+    measured = _measure(lm, chosen, samples, _run(settings, chosen), folder)
     # Within the mesh, which says where it was.
     device = environment.device(devices)
   if not multihost.is_first():
@@ -171,20 +173,66 @@ class _Measured(NamedTuple):
   cosines: list[float]
 
 
-class _Batch(NamedTuple):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Run(results.Settings):
+  """What all batches of a file share.
+
+  Attributes:
+    length: --length.
+    samples: --samples.
+    tasks: --tasks.
+    steps: --steps.
+    batch: prompts of a batch.
+    candidates: methods with all their options, and their budgets.
+  """
+
+  length: int
+  samples: int
+  tasks: list[str]
+  steps: int
+  batch: int
+  candidates: list[str]
+
+
+def _run(settings: results.Settings, chosen: Sequence[Candidate]) -> _Run:
+  return _Run(
+    **dataclasses.asdict(settings),
+    length=needle_inputs.LENGTH.value,
+    samples=needle_inputs.SAMPLES.value,
+    tasks=needle_inputs.TASKS.value,
+    steps=_STEPS.value,
+    batch=run_inputs.batch(),
+    candidates=[f"{c.method}, {c.options}, {c.budget}" for c in chosen],
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Batch(Line):
   """What is measured on the prompts of a batch.
 
   Attributes:
+    number: number of the batch.
     cosines: the cosine of neighboring queries of each layer.
-    quality_of: the means of each candidate for every row.
+    qualities: the means of each candidate, as `Quality` has them, for every
+      row.
   """
 
+  number: int
   cosines: list[float]
-  quality_of: list[Quality]
+  qualities: list[list[list[float]]]
+
+  @property
+  def key(self) -> int:
+    """Identifies the batch in its file."""
+    return self.number
 
 
 def _measure(
-  lm: models.Pretrained, chosen: Sequence[Candidate], samples: results.Samples
+  lm: models.Pretrained,
+  chosen: Sequence[Candidate],
+  samples: results.Samples,
+  run: _Run,
+  folder: pathlib.Path,
 ) -> _Measured:
   """Measures every candidate and every layer's cosine."""
   prompts = [
@@ -194,50 +242,41 @@ def _measure(
   ]
   tasks = [task for task, _ in prompts]
   check_context_length(lm, [prompt for _, prompt in prompts])
-  shape = Shape.of([p for _, p in prompts], run_inputs.batch(), QUERY_AWARE)
+  shape = Shape.of([p for _, p in prompts], run.batch, QUERY_AWARE)
   plans = [candidate.plan for candidate in chosen]
-
-  def measure(rows: Sequence[tuple[str, Prompt]]) -> Iterator[list[_Batch]]:
-    tokens = [prompt.prefilled for _, prompt in rows]
-    contexts = kvjax.Prompts.of(tokens, shape.context)
-    qualities, cosines = retrieval_quality.measure(
-      lm.model, lm.params, contexts, plans, _STEPS.value
-    )
-    yield [_Batch(cosines, list(map(retrieval_quality.mean, qualities)))]
-
   batches = [
     prompts[start : start + shape.rows]
     for start in range(0, len(prompts), shape.rows)
   ]
-  measured: list[_Batch] = []
+
+  def measure(number: int) -> Iterator[list[_Batch]]:
+    tokens = [prompt.prefilled for _, prompt in batches[number]]
+    contexts = kvjax.Prompts.of(tokens, shape.context)
+    found, cosines = retrieval_quality.measure(
+      lm.model, lm.params, contexts, plans, run.steps
+    )
+    means = map(retrieval_quality.mean, found)
+    qualities = [[each.tolist() for each in quality] for quality in means]
+    yield [_Batch(number, cosines, qualities)]
+
+  file = LineFile(folder / "batches.jsonl", run, _Batch, "measurement")
+  left = [n for n in range(len(batches)) if n not in file.records]
   with progress_bar.progress_bar(
-    len(batches), "measuring", transient=True
+    len(left), "measuring", transient=True
   ) as advance:
-    for found in multihost.share(batches, measure, _encode, _decode):
-      measured += found
-      advance("measuring", len(found))
-  sizes = list(map(len, batches))
+    for records in file.share(left, measure):
+      file.add(records)
+      advance("measuring", len(records))
+  measured = [file.records[number] for number in range(len(batches))]
   of_layers = zip(*(batch.cosines for batch in measured), strict=True)
-  of_candidates = zip(*(batch.quality_of for batch in measured), strict=True)
+  of_candidates = zip(*(batch.qualities for batch in measured), strict=True)
   return _Measured(
-    [_means(qualities, tasks) for qualities in of_candidates],
-    [statistics.fmean(cosines, sizes) for cosines in of_layers],
+    [
+      _means([Quality(*map(np.asarray, each)) for each in qualities], tasks)
+      for qualities in of_candidates
+    ],
+    [statistics.fmean(cosines, map(len, batches)) for cosines in of_layers],
   )
-
-
-def _encode(measured: list[_Batch]) -> bytes:
-  lists = [
-    (cosines, [[each.tolist() for each in quality] for quality in quality_of])
-    for cosines, quality_of in measured
-  ]
-  return json.dumps(lists).encode()
-
-
-def _decode(payload: bytes) -> list[_Batch]:
-  return [
-    _Batch(cosines, [Quality(*map(np.asarray, each)) for each in quality_of])
-    for cosines, quality_of in json.loads(payload)
-  ]
 
 
 def _means(batches: Sequence[Quality], tasks: Sequence[str]) -> dict[str, Any]:

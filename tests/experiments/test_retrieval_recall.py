@@ -119,6 +119,39 @@ def test_cosines_are_those_of_neighboring_queries(measured):
 
 
 @pytest.mark.slow
+def test_an_interrupted_run_resumes(
+  run_binary, refusal, tiny_directory, tmp_path
+):
+  program = "kvjax.experiments.retrieval_recall"
+  given = (
+    *(f"--model={tiny_directory}", "--methods=flat,ctkvr", "--budget=20"),
+    *("--tasks=niah_single_2", "--samples=3", "--batch=1", "--length=256"),
+  )
+
+  def summary(folder):
+    done = run_binary(program, *given, "--steps=2", f"--output={folder}")
+    assert done.returncode == 0, done.stderr
+    return (folder / "summary.json").read_text()
+
+  one, two = tmp_path / "one", tmp_path / "two"
+  expected = summary(one)
+  lines = (one / "batches.jsonl").read_text().splitlines(keepends=True)
+  assert len(lines) == 3
+  two.mkdir()
+  # A batch that the rest shows to be read, not measured again.
+  changed = json.loads(lines[1])
+  changed["qualities"][0][2] = [changed["qualities"][0][2][0] + 30]
+  (two / "batches.jsonl").write_text(
+    lines[0] + json.dumps(changed) + "\n" + lines[2][:100]
+  )
+  found, expected = map(json.loads, (summary(two), expected))
+  assert found["rows"][0]["read"] == expected["rows"][0]["read"] + 10
+  assert found["rows"][1] == expected["rows"][1]
+  told = refusal(program, *given, "--steps=4", f"--output={two}")
+  assert "holds measurements with steps 2, and this run has steps 4" in told
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["", "file://"], ids=["path", "address"])
 def test_the_binary_prints_and_writes_a_table(
   run_binary, tiny_directory, tmp_path, scheme
