@@ -224,7 +224,7 @@ class DecoderConfig:
       **_factors(read, family, hidden, head_dim),
     )
     _check_supported(read, model_type, family)
-    other_fields = classify_fields(read.rest, model_type)
+    other_fields = classify_fields(read.rest, model_type, family.activations)
     read.faults += other_fields.faults
     read.refuse_faults()
     if other_fields.unknown:
@@ -363,12 +363,11 @@ def _check_supported(fields: Fields, model_type: str, family: Family) -> None:
   # The other name is Gemma's, which some converters copy.
   if activations.get("hidden_activation", "") is None:
     del activations["hidden_activation"]
-  same = {"silu": ("silu", "swish")}
   fields.faults += [
     f"has {name} {format_value(activation)}; only {family.activation!r} is "
     "supported"
     for name, activation in activations.items()
-    if activation not in same.get(family.activation, (family.activation,))
+    if activation not in family.activations
   ]
   quantization = [fields.take(name) for name in _QUANTIZATION]
   if model_type == "gpt_oss":

@@ -93,6 +93,12 @@ class Family:
   fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   multipliers: tuple[str, ...] = ()
 
+  @property
+  def activations(self) -> tuple[str, ...]:
+    """Names of the activation in files."""
+    same = {"silu": ("silu", "swish")}
+    return same.get(self.activation, (self.activation,))
+
 
 _QWEN_ABSENT = {
   "num_key_value_heads": 32,

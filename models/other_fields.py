@@ -4,7 +4,7 @@ Some cannot change a result, some would, and the others are unknown.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 from kvjax.models.fields import format_value
@@ -15,16 +15,17 @@ _WITHOUT_EFFECT = frozenset(
   # The file and its origin.
   "architectures auto_map author base_model base_model_name_or_path bf16 "
   "chat_template custom_pipelines datasets device device_map dtype fp16 "
-  "initial_context_length is_llama_config library_name license max_seq_len "
+  "initial_context_length is_llama_config library_name license "
+  "local_files_only local_rank max_seq_len "
   "max_seq_length max_sequence_length metadata model_max_length model_name "
   "n_ctx n_positions ffn_dim_multiplier "
   "name_or_path num_parameters onnx padding_side seed seq_len seq_length tags "
   "tokenizer_class tokenizer_model_max_length torch_dtype torchscript "
   "trust_remote_code use_bfloat16 use_safetensors version "
   # Implementation options of transformers.
-  "attn_implementation cache_implementation chunk_size_feed_forward "
-  "device_mesh flash_attention gradient_checkpointing low_cpu_mem_usage "
-  "pretraining_tp return_dict "
+  "attention_softmax_in_fp32 attn_implementation cache_implementation "
+  "chunk_size_feed_forward device_mesh flash_attention gradient_checkpointing "
+  "low_cpu_mem_usage pretraining_tp return_dict softmax_in_fp32 "
   "tensor_parallel_size tf_legacy_loss tp_plan use_cache use_flash_attention "
   "use_flash_attention_2 use_flash_attn use_kernels "
   # Training and other heads.
@@ -59,23 +60,30 @@ _SUFFIXES = (
 
 # Words in the names of fields that change the computation.
 _SIGNIFICANT = frozenset(
-  "act activation alibi bias bidirectional clip expert experts gate gated moe "
-  "mrope multiplier pruned qk quant quantization quantized residual rope "
-  "rotary scalar scale scaled scaling sink sinks sliding softcap softcapping "
-  "window windows".split()
+  "absolute act activation alibi bias bidirectional causal clip differential "
+  "expert experts gate gated gelu learned local moe mrope multiplier noncausal "
+  "nope pruned qk quant quantization quantized relu residual rope rotary "
+  "scalar scale scaled scaling sink sinks sliding softcap softcapping softmax "
+  "sparse sparsity window windows".split()
 )
 # Those of them that are factors, for which 1 is neutral.
 _FACTORS = frozenset("multiplier rotary scalar scale scaling".split())
+# Those of them whose value may be the name of the activation.
+_ACTIVATIONS = frozenset(["act", "activation"])
+
+# Every token sees all before it, whatever a file calls this.
+_ALL_BEFORE = ("causal", "full", "full_attention", "global")
 
 # Other fields that change the computation, with their neutral values.
 _SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
   "add_cross_attention": (False,),
   "attention_chunk_size": (),
+  "attention_type": _ALL_BEFORE,
   "attn_logit_cap": (),
   "attn_temperature_tuning": (False, 0),
+  "attn_type": _ALL_BEFORE,
   "gated_mlp": (True,),
   "index_topk": (),
-  "is_causal": (True,),
   "kv_lora_rank": (),
   "no_bias": (True,),
   "num_kv_shared_layers": (0,),
@@ -107,7 +115,9 @@ class FieldKinds(NamedTuple):
   unknown: list[str]
 
 
-def classify_fields(rest: Mapping[str, Any], model_type: str) -> FieldKinds:
+def classify_fields(
+  rest: Mapping[str, Any], model_type: str, activations: Collection[str]
+) -> FieldKinds:
   """Classifies the fields that have not been read.
 
   Fields that cannot change a result, or have a neutral value, are in neither
@@ -116,10 +126,11 @@ def classify_fields(rest: Mapping[str, Any], model_type: str) -> FieldKinds:
   Args:
     rest: the fields.
     model_type: model type of the decoder.
+    activations: names of its activation.
   """
   result = FieldKinds([], [])
   for name, value in sorted(rest.items()):
-    if _has_no_effect(name) or _is_neutral(name, value):
+    if _has_no_effect(name) or _is_neutral(name, value, activations):
       continue
     if name in _SUPPORTED_VALUES or _words(name) & _SIGNIFICANT:
       result.faults.append(
@@ -139,13 +150,17 @@ def _has_no_effect(name: str) -> bool:
   )
 
 
-def _is_neutral(name: str, value: Any) -> bool:
+def _is_neutral(name: str, value: Any, activations: Collection[str]) -> bool:
   if value is None:
     return True
   if name in _SUPPORTED_VALUES:
     return value in _SUPPORTED_VALUES[name]
+  words = _words(name)
+  if "causal" in words:
+    return bool(value == ("non" not in words))
+  if words & _ACTIVATIONS and isinstance(value, str) and value in activations:
+    return True
   if isinstance(value, (int, float)) and not isinstance(value, bool):
-    words = _words(name)
     if words & _FACTORS:
       return value == 1
     return value == 0 and bool(words & _SIGNIFICANT)
