@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from kvjax.errors import warn
 from kvjax.models.families import Family
 from kvjax.models.fields import (
   LARGEST,
@@ -205,8 +206,14 @@ def read_rope(
   if kind == "dynamic":
     # It equals `max_positions`.
     rest.pop("original_max_position_embeddings", None)
-  # A factor of 1; see `_find_faults`.
-  rest.pop("attn_factor", None)
+  ignored = rest.pop("attn_factor", 1)
+  if ignored != 1:
+    # Some engines multiply by it what transformers takes alone.
+    warn(
+      f"config.json has {ignored} for the rope field 'attn_factor', which is "
+      "passed over, as by transformers; to choose the factor of queries and "
+      "keys, give it as 'attention_factor'."
+    )
   original = rest.get("original_max_position_embeddings", max_positions)
   # Positions are int32.
   if original * rest.get("factor", 1.0) > LARGEST:
@@ -249,12 +256,6 @@ def _find_faults(
         f"has {format_value(value)} for the rope field {name!r}, which must be "
         f"{expected}"
       )
-  if kind == "yarn" and fields.get("attn_factor", 1) != 1:
-    faults.append(
-      f"has {format_value(fields['attn_factor'])} for the rope field "
-      "'attn_factor', which is not supported; give the whole factor as "
-      "'attention_factor'"
-    )
   original = fields.get("original_max_position_embeddings", max_positions)
   if kind == "dynamic" and original != max_positions:
     faults.append(

@@ -10,6 +10,7 @@ from config_fields import DYNAMIC, FIELDS, LLAMA3, LONG, PHI3, YARN
 
 from kvjax.errors import InputError, InputWarning
 from kvjax.models.config import DecoderConfig
+from kvjax.models.rope_kinds import FREQUENCIES
 
 
 @pytest.mark.parametrize(
@@ -240,6 +241,16 @@ def test_every_spelling_of_a_rotary_embedding_is_the_same(spelling):
 def test_rope_fields_that_change_nothing(scaling, neutral):
   config = DecoderConfig.from_hf(FIELDS | {"rope_scaling": scaling | neutral})
   assert config == DecoderConfig.from_hf(FIELDS | {"rope_scaling": scaling})
+
+
+def test_a_factor_that_transformers_passes_over_is_passed_over():
+  scaling = YARN | {"attn_factor": 0.8782488562869419}
+  with pytest.warns(InputWarning, match=r"0\.8782488562869419 for the rope"):
+    config = DecoderConfig.from_hf(FIELDS | {"rope_scaling": scaling})
+  assert config == DecoderConfig.from_hf(FIELDS | {"rope_scaling": YARN})
+  # Theirs is 0.1 ln(factor) + 1.
+  _, scale = FREQUENCIES["yarn"](config.rope, jnp.zeros((), jnp.int32))
+  assert scale == pytest.approx(0.1 * math.log(4) + 1)
 
 
 @pytest.mark.parametrize(

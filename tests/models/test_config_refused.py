@@ -204,10 +204,6 @@ from kvjax.models.config import DecoderConfig
     ({"rope_theta": float("inf")}, "a number above 0"),
     ({"rope_theta": 10**400}, "a number above 0"),
     (
-      {"rope_scaling": YARN | {"attn_factor": 1.5}},
-      "has 1.5 for the rope field 'attn_factor', which is not supported",
-    ),
-    (
       {"rope_scaling": YARN | {"attn_factor": "1"}},
       "'1' for the rope field 'attn_factor', which must be a number",
     ),

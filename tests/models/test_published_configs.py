@@ -24,6 +24,7 @@ FOLDER = pathlib.Path(__file__).parent / "configs"
 READ = {
   "CodeLlama-34b-Instruct-hf": (33_743_970_304, 16_384, "default", 1e6),
   "CodeLlama-7b-hf": (6_738_546_688, 16_384, "default", 1e6),
+  "DeepSeek-R1-0528-Qwen3-8B": (8_190_735_360, 131_072, "yarn", 1e6),
   "DeepSeek-R1-Distill-Llama-8B": (8_030_261_248, 131_072, "llama3", 5e5),
   "DeepSeek-R1-Distill-Qwen-1.5B": (1_777_088_000, 131_072, "default", 1e4),
   "DeepSeek-R1-Distill-Qwen-7B": (7_615_616_512, 131_072, "default", 1e4),
@@ -80,7 +81,6 @@ READ = {
   "vicuna-7b-v1.5": (6_738_415_616, 4_096, "default", 1e4),
 }
 REFUSED = {
-  "DeepSeek-R1-0528-Qwen3-8B": "for the rope field 'attn_factor', which is",
   "Llama-2-7B-Chat-GPTQ": "quantized weights; load the unquantized model",
   "Qwen2.5-7B-Instruct-AWQ": "quantized weights; load the unquantized model",
   "gemma-2-2b-it": "model_type 'gemma2', which is not supported",
@@ -97,7 +97,10 @@ WINDOWS = {
   "gpt-oss-20b": (12, 128),
 }
 # Fields that other programs read, and what they are named in.
-WARNED = {"Qwen2.5-7B-Instruct-1M": "passes over: dual_chunk_attention_config."}
+WARNED = {
+  "DeepSeek-R1-0528-Qwen3-8B": "0.8782488562869419 for the rope field 'attn_fa",
+  "Qwen2.5-7B-Instruct-1M": "passes over: dual_chunk_attention_config.",
+}
 
 
 def fields(name):
