@@ -10,7 +10,7 @@ from kvjax.errors import InputError
 from kvjax.experiments.benchmarks.row_files import SUFFIXES
 from kvjax.experiments.metrics.libraries import library
 
-_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(@[\w-][\w./-]*)?")
 
 
 def resolve(name: str, only: str = "*") -> pathlib.Path:
@@ -19,12 +19,13 @@ def resolve(name: str, only: str = "*") -> pathlib.Path:
   Downloads stay in the user's cache of the hub, which also works offline.
 
   Args:
-    name: a file or folder, or the name of a dataset, as in `simonjegou/ruler`.
+    name: a file or folder, or the name of a dataset, as in `simonjegou/ruler`,
+      or `simonjegou/ruler@REVISION` for a branch, a tag or a commit.
     only: pattern of the file names to download, without suffix.
 
   Raises:
     InputError: there is no such file or folder, and the hub has no accessible
-      dataset of that name.
+      dataset of that name and revision.
   """
   path = pathlib.Path(name)
   if os.path.exists(path):
@@ -58,14 +59,23 @@ def cached_name(
 def _download(name: str, only: str) -> pathlib.Path:
   hub = library("huggingface_hub")
   patterns = [only + suffix for suffix in (*SUFFIXES, ".zip")]
+  repository, _, revision = name.partition("@")
+  absent = (
+    hub.errors.RepositoryNotFoundError,
+    hub.errors.RevisionNotFoundError,
+    ValueError,
+  )
   try:
     folder = hub.snapshot_download(
-      name, repo_type="dataset", allow_patterns=patterns
+      repository,
+      repo_type="dataset",
+      revision=revision or None,
+      allow_patterns=patterns,
     )
-  except (hub.errors.RepositoryNotFoundError, ValueError) as error:
+  except absent as error:
     raise InputError(
       f"There is no file or folder {name}, and the Hugging Face hub gives no "
-      "data set of that name."
+      f"data set of that name{' and revision' if revision else ''}."
     ) from error
   except OSError as error:
     raise InputError(

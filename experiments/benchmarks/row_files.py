@@ -197,7 +197,7 @@ class RowFile:
       yield Row.of(f"Row {number} of {self}", fields)
 
   def _csv(self) -> Iterator[Row]:
-    """Yields rows whose fields are all texts."""
+    """Yields rows whose fields are all texts, named by their last lines."""
     csv.field_size_limit(sys.maxsize)  # Contexts are long.
     # Spreadsheets begin files with a mark of the byte order.
     lines = (
@@ -207,7 +207,7 @@ class RowFile:
     reader = csv.DictReader(lines, strict=True)
     try:
       for number, fields in enumerate(reader, start=1):
-        place = f"Row {number} of {self}"
+        place = f"Row {number} (line {reader.line_num}) of {self}"
         if None in fields or None in fields.values():
           raise InputError(
             f"{place} must have {len(reader.fieldnames or ())} fields, as many "

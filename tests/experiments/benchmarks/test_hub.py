@@ -53,6 +53,17 @@ def test_a_set_in_the_cache_is_read_without_a_network(cache):
   assert data_name(path) == "someone/ruler (revision 0123456789ab)"
 
 
+def test_a_revision_may_follow_the_name(cache):
+  kept = keep(cache, "someone", "ruler")
+  (kept.parents[1] / "refs" / "main").rename(kept.parents[1] / "refs" / "v2")
+  for revision in ("v2", REVISION):
+    path = hub.resolve(f"someone/ruler@{revision}")
+    assert path == kept
+    assert data_name(path) == "someone/ruler (revision 0123456789ab)"
+  with pytest.raises(InputError, match="someone/ruler, and the Hugging Face"):
+    hub.resolve("someone/ruler")
+
+
 def test_what_is_on_disk_goes_before_the_hub(cache, monkeypatch, tmp_path):
   keep(cache, "someone", "ruler")
   folder = tmp_path / "work"
@@ -62,7 +73,10 @@ def test_what_is_on_disk_goes_before_the_hub(cache, monkeypatch, tmp_path):
   assert hub.name_of(hub.resolve("someone/ruler")) is None
 
 
-@pytest.mark.parametrize("name", ["nothing", "/no/where", "a/b/c", "no/x.y/"])
+@pytest.mark.parametrize(
+  "name",
+  ["nothing", "/no/where", "a/b/c", "no/x.y/", "a/b@", "a/b@/c", "a@b/c"],
+)
 def test_what_no_set_can_be_called_is_a_path(cache, name):
   with pytest.raises(InputError) as caught:
     hub.resolve(name)
@@ -78,22 +92,31 @@ def test_a_hub_that_cannot_be_reached_gets_one_sentence(cache):
   )
 
 
-def test_a_set_that_the_hub_does_not_have_gets_one_sentence(cache, monkeypatch):
+@pytest.mark.parametrize(
+  ("name", "error", "said"),
+  [
+    ("someone/squad", "RepositoryNotFoundError", "of that name."),
+    ("someone/squad@v2", "RevisionNotFoundError", "of that name and revision."),
+  ],
+)
+def test_a_set_that_the_hub_does_not_have_gets_one_sentence(
+  name, error, said, cache, monkeypatch
+):
   asked = {}
 
   def refuse(name, **rest):
     asked[name] = rest
     response = types.SimpleNamespace(headers={}, request=None)
-    raise huggingface_hub.errors.RepositoryNotFoundError(
-      "no", response=response
-    )
+    raise getattr(huggingface_hub.errors, error)("no", response=response)
 
   monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
   with pytest.raises(InputError) as caught:
-    hub.resolve("someone/squad", "*validation*")
+    hub.resolve(name, "*validation*")
   assert str(caught.value) == (
-    "There is no file or folder someone/squad, and the Hugging Face hub gives "
-    "no data set of that name."
+    f"There is no file or folder {name}, and the Hugging Face hub gives no "
+    f"data set {said}"
   )
+  revision = name.partition("@")[2] or None
+  assert asked["someone/squad"]["revision"] == revision
   assert asked["someone/squad"]["repo_type"] == "dataset"
   assert "*validation*.parquet" in asked["someone/squad"]["allow_patterns"]

@@ -209,20 +209,21 @@ def test_cells_of_csv_are_texts_that_may_print_lists_and_numbers(
   file = pack(path) if pack else zipped(tmp_path, path)
   first, second = file.rows()
   assert [first.fields, second.fields] == CSV_ROWS
-  assert first.place == f"Row 1 of {file}"
+  # The first line has the names, and the first row has two.
+  assert first.place == f"Row 1 (line 3) of {file}"
   assert first.text("digits") == "007"
   assert first.number("digits") == 7
   assert first.texts("list") == ("7", "'")
   assert second.texts("list") == ("one",)
-  with pytest.raises(InputError, match=r"^Row 2 of .* whole number under 'l"):
+  with pytest.raises(InputError, match=r"^Row 2 \(line 4\) .* whole number un"):
     second.number("list")
 
 
 @pytest.mark.parametrize("line", ["1", "1,2,3"])
 def test_a_row_of_csv_with_other_fields_is_named(line, tmp_path):
-  (tmp_path / "rows.csv").write_text(f"a,b\n1,2\n{line}\n")
+  (tmp_path / "rows.csv").write_text(f'a,b\n1,"2\n"\n\n{line}\n')
   with pytest.raises(
-    InputError, match=r"^Row 2 of \S+rows\.csv must have 2 fi"
+    InputError, match=r"^Row 2 \(line 5\) of \S+rows\.csv must have 2 fi"
   ):
     list(RowFile(tmp_path / "rows.csv").rows())
 
