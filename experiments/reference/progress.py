@@ -1,16 +1,19 @@
 """The progress of a training run, and its checkpoints."""
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+from absl import logging
 from jaxtyping import PyTree
 from orbax.checkpoint import v1 as ocp
 
 from kvjax import files
 from kvjax.errors import InputError
+from kvjax.experiments.run import multihost, sending
 from kvjax.models.orbax_files import without_log
 
 
@@ -108,43 +111,62 @@ class Checkpoints:
   def stage(self) -> int:
     """The stage of the latest checkpoint; the first one without checkpoints."""
     newest = self._checkpointer.latest
-    return 0 if newest is None else newest.step % 256 // 8
+    return 0 if newest is None else _stage(newest.step)
 
   def latest(self, fresh: Progress) -> Progress:
     """Restores the latest checkpoint, or returns `fresh` without one.
 
+    A damaged one is passed over, with a warning in the log, for the one before
+    in the same stage. All hosts must call it.
+
     Raises:
-      InputError: it is damaged.
+      InputError: all are damaged.
     """
-    newest = self._checkpointer.latest
-    if newest is None:
+    newest = [
+      found.step
+      for found in reversed(self._checkpointer.checkpoints)
+      if _stage(found.step) == self.stage()
+    ]
+    if not newest:
       return fresh
+    for step in newest:
+      tree = self._read(step, fresh)
+      # Hosts go on from the same one.
+      if all(multihost.gather(b"read" if tree else b"")):
+        return _from_tree(tree, fresh)
+      logging.warning(
+        "The checkpoint %s is damaged, and passed over.",
+        sending.named(str(self._directory / str(step))),
+      )
+    raise InputError(
+      f"The checkpoints {', '.join(map(str, newest))} in {self._directory} are "
+      "damaged; remove them, so that the same command goes on from the one "
+      "before, or else begins again."
+    )
+
+  def _read(self, step: int, fresh: Progress) -> dict[str, Any]:
+    """Reads a checkpoint; nothing if it is damaged."""
+    one = ocp.Context()
+    one.pytree.loading.partial_load = True
     try:
       with without_log():
-        tree = self._checkpointer.load(newest, _as_tree(fresh))
-    except (KeyError, OSError, ValueError) as error:
-      raise InputError(
-        f"The checkpoint {self._directory / str(newest.step)} is damaged; "
-        "remove it, so that the same command goes on from the one before."
-      ) from error
-    structure = jax.tree.structure
-    return Progress(
-      params=jax.tree.unflatten(
-        structure(fresh.params), jax.tree.leaves(tree["params"])
-      ),
-      moments=jax.tree.unflatten(
-        structure(fresh.moments), jax.tree.leaves(tree["moments"])
-      ),
-      **{
-        name: type(getattr(fresh, name))(tree["counters"][name])
-        for name in _COUNTERS
-      },
-    )
+        # Where many reads fail at a time, orbax leaves tasks behind, of which
+        # Python prints the errors.
+        with one:
+          self._checkpointer.load(step, {"counters": {"total": np.asarray(0)}})
+        tree: dict[str, Any] = self._checkpointer.load(step, _as_tree(fresh))
+    except (KeyError, OSError, ValueError):
+      return {}
+    return tree
 
 
 def _number(state: Progress) -> int:
   """Returns a number that grows with every step, stage and extension."""
   return state.total * 256 + state.stage * 8 + state.extensions
+
+
+def _stage(number: int) -> int:
+  return number % 256 // 8
 
 
 def _as_tree(state: Progress) -> dict[str, Any]:
@@ -154,3 +176,20 @@ def _as_tree(state: Progress) -> dict[str, Any]:
     "moments": jax.tree.leaves(state.moments),
     "counters": {name: np.asarray(getattr(state, name)) for name in _COUNTERS},
   }
+
+
+def _from_tree(tree: Mapping[str, Any], fresh: Progress) -> Progress:
+  """Returns the progress of such a tree; `fresh` has the structure."""
+  structure = jax.tree.structure
+  return Progress(
+    params=jax.tree.unflatten(
+      structure(fresh.params), jax.tree.leaves(tree["params"])
+    ),
+    moments=jax.tree.unflatten(
+      structure(fresh.moments), jax.tree.leaves(tree["moments"])
+    ),
+    **{
+      name: type(getattr(fresh, name))(tree["counters"][name])
+      for name in _COUNTERS
+    },
+  )
