@@ -200,7 +200,8 @@ class Tuner:
       if preempted.noticed():
         raise self._stopped()
     foretold = np.asarray(self._parts.lengths) - 1
-    return float(np.sum(sums) / foretold.sum())
+    # One by one, as NumPy takes an interrupt of the wait for another error.
+    return sum(map(float, sums)) / float(foretold.sum())
 
   def _log(self, preempted: preemption.Preemption) -> None:
     """Measures, appends a line of progress to the log, and prints it."""

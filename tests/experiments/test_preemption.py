@@ -95,6 +95,22 @@ def test_a_training_saves_its_last_step_and_goes_on_from_there(
   assert [line["epoch"] for line in lines] == [0, 1, 2, 3, 4]
 
 
+def test_an_interrupt_of_a_measurement_ends_a_training(
+  tiny, tmp_path, take_steps, monkeypatch
+):
+  class Loss:
+    def __float__(self):
+      os.kill(os.getpid(), signal.SIGTERM)
+      return 1.0
+
+  run = started(tmp_path, tiny)
+  take_steps(None)
+  monkeypatch.setattr(training, "measure", lambda *given: Loss())
+  with pytest.raises(exits.Preempted):
+    run.run()
+  assert not (tmp_path / "log.jsonl").exists()
+
+
 @pytest.mark.parametrize(
   ("work", "message"),
   [("saved", "Stopped."), ("unsaved", "Saved."), ("stuck", "Stopped.")],
