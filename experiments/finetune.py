@@ -9,17 +9,18 @@ its documents better, so --retention=auto evicts more of them. --data=DIR trains
 on the contexts of LongBench instead.
 
 With --multihost, hosts that run the same command train on parts of each batch;
-all must see the folder OUT. An interrupted run resumes from its last
-checkpoint, bit for bit, with the same flags; on SIGTERM, it saves one first.
-Twelve steps over 44,500 tokens take SmolLM2-135M about seven minutes on two
-cores.
+all must see the folder OUT. On one host, OUT may be an address, such as
+gs://bucket/tuned. An interrupted run resumes from its last checkpoint, bit for
+bit, with the same flags; on SIGTERM, it saves one first. Twelve steps over
+44,500 tokens take SmolLM2-135M about seven minutes on two cores.
 """
 
 import dataclasses
 
 from absl import flags, logging
 
-from kvjax import models
+from kvjax import addresses, models
+from kvjax.errors import InputError
 from kvjax.experiments import cli, refusals
 from kvjax.experiments.finetuning import documents, training
 from kvjax.experiments.finetuning.tuner import Recipe, Tuner
@@ -38,7 +39,8 @@ _SAMPLES = flags.DEFINE_integer(
 _OUTPUT = flags.DEFINE_string(
   "output",
   "results/finetuned",
-  "Folder for the model, its adapters, checkpoints and a log.",
+  "Folder for the model, its adapters, checkpoints and a log, or, on one host, "
+  "an address as gs://bucket/tuned.",
 )
 _RANK = flags.DEFINE_integer("rank", 128, "Rank of the adapters.")
 _TARGETS = flags.DEFINE_list(
@@ -84,11 +86,21 @@ def _recipe() -> Recipe:
   )
 
 
+def _check_output() -> None:
+  if multihost.count() > 1 and addresses.is_address(_OUTPUT.value):
+    raise InputError(
+      f"--output={_OUTPUT.value} is an address, and each of several hosts "
+      "writes its parts of checkpoints itself; give a folder that all of them "
+      "see, which may be in a mounted bucket."
+    )
+  outputs.check_run(_OUTPUT.value, writes=True)
+
+
 def main() -> None:
   """Fine-tunes, then writes adapters and model."""
   host_inputs.start()
   run_inputs.span_hosts()
-  output = outputs.folder(_OUTPUT.value).absolute()
+  _check_output()
   texts, recipe = document_inputs.read(_SAMPLES.value), _recipe()
   with run_inputs.loaded() as (lm, _):
     run_inputs.check_batch()
@@ -102,6 +114,7 @@ def main() -> None:
     digest = documents.digest(parts)
     multihost.check_same({"documents": digest})
     source = run_inputs.source(digest) | {"length": _LENGTH.value}
+    output = outputs.run_folder(_OUTPUT.value).absolute()
     multihost.on_first(lambda: output.mkdir(parents=True, exist_ok=True))
     tuner = Tuner(output, lm, parts, recipe, source)
     tuner.run()
@@ -119,4 +132,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-  cli.run(main)
+  cli.run(main, sends=True)

@@ -173,8 +173,12 @@ def part_of(path: pathlib.Path) -> pathlib.Path:
 
 
 def is_part(name: str) -> bool:
-  """Whether a file's name is one of `part_of`."""
-  return name.startswith(".") and name.endswith(".part")
+  """Whether a name is of a file or folder that is still being written.
+
+  Files are those of `part_of`, and folders those of orbax.
+  """
+  ours = name.startswith(".") and name.endswith(".part")
+  return ours or ".orbax-checkpoint-tmp" in name
 
 
 def write_bytes(path: Path, content: bytes, kept: str = "") -> None:

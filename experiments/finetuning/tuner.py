@@ -19,7 +19,7 @@ from kvjax.errors import InputError
 from kvjax.experiments import exits
 from kvjax.experiments.finetuning import documents, training
 from kvjax.experiments.reference.progress import Checkpoints, Progress
-from kvjax.experiments.run import multihost, preemption, typed_records
+from kvjax.experiments.run import multihost, preemption, sending, typed_records
 from kvjax.experiments.run.claiming import claim
 from kvjax.experiments.run.progress_bar import step_bar
 from kvjax.files import is_present, read_text
@@ -29,6 +29,8 @@ from kvjax.models.pretrained import Pretrained
 from kvjax.prompts import Prompts
 
 _RUN = "run.json"
+# With a dot, so that old ones are removed from addresses, too; see `sending`.
+_CHECKPOINTS = ".checkpoints"
 # What the first host says of the line of an epoch's end.
 _LOGGED = b"logged"
 _SAVE_EVERY = 100
@@ -107,7 +109,7 @@ class Tuner:
     moments = training.optimizer(self._schedule).init(adapter)
     if hosts.spanned():
       moments = jax.tree.map(_on_all_hosts, moments)
-    self._checkpoints = Checkpoints(output / "checkpoints")
+    self._checkpoints = Checkpoints(output / _CHECKPOINTS)
     self.state = self._checkpoints.latest(Progress.fresh(adapter, moments))
     self._log_path = output / "log.jsonl"
 
@@ -153,6 +155,7 @@ class Tuner:
 
   def _save(self) -> None:
     self._checkpoints.save(self.state)
+    sending.send_if_due()
     logging.info("Saved a checkpoint after step %d", self.state.total)
 
   def _stopped(self) -> exits.StoppedError:

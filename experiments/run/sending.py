@@ -190,7 +190,8 @@ class Copy:
 
   def _versions(self) -> dict[str, _Version]:
     found = {}
-    for parent, _, names in os.walk(self.folder):
+    for parent, folders, names in os.walk(self.folder):
+      folders[:] = [name for name in folders if not files.is_part(name)]
       for name in names:
         path = pathlib.Path(parent, name)
         if files.is_part(name):

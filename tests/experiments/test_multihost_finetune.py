@@ -40,7 +40,7 @@ def log(output):
 def newest(output):
   """The step of the newest checkpoint that is complete, or 0."""
   # Orbax names what is complete by the number alone.
-  names = [path.name for path in output.glob("checkpoints/*")]
+  names = [path.name for path in output.glob(".checkpoints/*")]
   return max(
     (int(name) // 256 for name in names if name.isdecimal()), default=0
   )
@@ -161,14 +161,25 @@ def test_hosts_that_cannot_train_together_are_told_why(
   tiny_directory, documents, tmp_path, port
 ):
   given = (f"--model={tiny_directory}", f"--documents={documents}")
-  for flag, sentence in (
+  folder = tmp_path / "two"
+  for flag, output, sentence in (
     (
       "--mesh=data:2",
+      folder,
       "--mesh=data:2 has devices of one host, and this program",
     ),
-    ("--batch=3", "--batch=3 is no multiple of 4, the size of the axis 'data'"),
+    (
+      "--batch=3",
+      folder,
+      "--batch=3 is no multiple of 4, the size of the axis 'data'",
+    ),
+    (
+      "--batch=4",
+      f"file://{folder}",
+      "is an address, and each of several hosts writes its parts of checkpoi",
+    ),
   ):
-    hosts, ended = both(*given, flag, port=port, output=tmp_path / "two")
+    hosts, ended = both(*given, flag, port=port, output=output)
     assert [process.returncode for process in hosts] == [2, 2], ended
     assert sentence in ended[0][1]
     assert "Traceback" not in ended[0][1] + ended[1][1]
