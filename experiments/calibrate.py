@@ -172,7 +172,6 @@ _SEEDS = {_TRIPLES: 0, _MORE: 1, _HELD: 2, _REACHED: 2}
 def main() -> None:
   """Checks all flags, then measures, fits, tests and evaluates."""
   began = time.monotonic()
-  host_inputs.start()
   chosen, lengths = _chosen(), run_inputs.parse_lengths(_LENGTH.value)
   check_tau(_TAU.value)
   texts = text_inputs.texts()
@@ -396,4 +395,4 @@ def _settings(data: dict[str, str]) -> results.Settings:
 
 
 if __name__ == "__main__":
-  cli.run(main, sends=True)
+  cli.run(main, sends=True, connect=host_inputs.start)

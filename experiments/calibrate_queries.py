@@ -44,7 +44,6 @@ _SINKS = 4
 
 def main() -> None:
   """Measures and writes the file."""
-  host_inputs.start()
   run_inputs.span_hosts("model")
   outputs.check_option(_OUTPUT.value)
   outputs.check_file(_OUTPUT.value)
@@ -82,4 +81,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-  cli.run(main, sends=True)
+  cli.run(main, sends=True, connect=host_inputs.start)

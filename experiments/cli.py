@@ -57,7 +57,12 @@ _UNCONVERTED = re.compile(
 _KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false"}
 
 
-def run(main: Callable[[], None], *, sends: bool = False) -> None:
+def run(
+  main: Callable[[], None],
+  *,
+  sends: bool = False,
+  connect: Callable[[], None] = lambda: None,
+) -> None:
   """Parses the flags and calls `main`.
 
   A user error, such as a wrong flag, prints one sentence to stderr and exits
@@ -69,6 +74,9 @@ def run(main: Callable[[], None], *, sends: bool = False) -> None:
   Args:
     main: the program.
     sends: whether --output may be an address; see `sending`.
+    connect: connects the hosts of a program that takes --multihost. It comes
+      before inputs are fetched, so that all hear if one cannot, and before
+      plugins run, which may touch a device.
   """
 
   def without_arguments(arguments: Sequence[str]) -> None:
@@ -78,13 +86,16 @@ def run(main: Callable[[], None], *, sends: bool = False) -> None:
       )
     main()
 
-  run_on_arguments(without_arguments, sends=sends)
+  run_on_arguments(without_arguments, sends=sends, connect=connect)
 
 
 def run_on_arguments(
-  main: Callable[[Sequence[str]], None], *, sends: bool = False
+  main: Callable[[Sequence[str]], None],
+  *,
+  sends: bool = False,
+  connect: Callable[[], None] = lambda: None,
 ) -> None:
-  """Parses the flags and calls `main` with the remaining arguments."""
+  """Parses the flags and calls `main` with the other arguments; see `run`."""
   # Hide JAX's messages about the machine; --verbosity=0 shows them.
   logging.set_verbosity(logging.WARNING)
   warnings.formatwarning = _formatted
@@ -96,6 +107,7 @@ def run_on_arguments(
       with interrupts.interruptible(), sending.sending():
         _check_names()
         _check_values(argv[1:], sends)
+        connect()
         _fetch_inputs()
         plugin_files.load(plugin_inputs.PLUGINS.value or ())
         main(argv[1:])

@@ -79,7 +79,6 @@ def main() -> None:
   refusals.refuse_together(
     "text", _NEEDLES_ONLY, "a text is asked one question and nothing is written"
   )
-  host_inputs.start()
   speed_inputs.check()
   method_inputs.check_flags()
   chosen = method_inputs.chosen()
@@ -146,4 +145,4 @@ def _answer_question(
 
 
 if __name__ == "__main__":
-  cli.run(main, sends=True)
+  cli.run(main, sends=True, connect=host_inputs.start)

@@ -60,7 +60,6 @@ _OUTPUT = flags.DEFINE_string(
 def main() -> None:
   """Checks all flags, then loads the model and runs it."""
   began = time.monotonic()
-  host_inputs.start()
   speed_inputs.check()
   method_inputs.check_flags()
   chosen = method_inputs.chosen()
@@ -94,4 +93,4 @@ def folder_name(settings: results.Settings) -> str:
 
 
 if __name__ == "__main__":
-  cli.run(main, sends=True)
+  cli.run(main, sends=True, connect=host_inputs.start)

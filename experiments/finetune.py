@@ -98,7 +98,6 @@ def _check_output() -> None:
 
 def main() -> None:
   """Fine-tunes, then writes adapters and model."""
-  host_inputs.start()
   run_inputs.span_hosts()
   _check_output()
   texts, recipe = document_inputs.read(_SAMPLES.value), _recipe()
@@ -132,4 +131,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-  cli.run(main, sends=True)
+  cli.run(main, sends=True, connect=host_inputs.start)

@@ -104,7 +104,6 @@ _OUTPUT = flags.DEFINE_string(
 
 def main(ids: Sequence[str]) -> None:
   """Lists all experiments, or runs the given ones."""
-  host_inputs.start()
   console = host_inputs.console()
   if not ids:
     console.print(catalogue.terminal())
@@ -291,4 +290,4 @@ def _given() -> dict[str, str]:
 
 
 if __name__ == "__main__":
-  cli.run_on_arguments(main, sends=True)
+  cli.run_on_arguments(main, sends=True, connect=host_inputs.start)

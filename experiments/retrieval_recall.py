@@ -86,7 +86,6 @@ _OUTPUT = flags.DEFINE_string("output", "results/retrieval", "Output folder.")
 
 def main() -> None:
   """Checks all flags, then loads the model and measures."""
-  host_inputs.start()
   suite.check_tasks(needle_inputs.TASKS.value)
   origins = essay_inputs.texts().needle_origins
   outputs.check_run(_OUTPUT.value, writes=True)
@@ -301,4 +300,4 @@ def _means(batches: Sequence[Quality], tasks: Sequence[str]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-  cli.run(main, sends=True)
+  cli.run(main, sends=True, connect=host_inputs.start)

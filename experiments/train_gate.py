@@ -101,7 +101,6 @@ def _check_length(lm: models.Pretrained) -> None:
 
 def main() -> None:
   """Trains and writes the networks."""
-  host_inputs.start()
   _check_flags()
   outputs.check_run(_OUTPUT.value, writes=True)
   texts = document_inputs.read()
@@ -135,4 +134,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-  cli.run(main, sends=True)
+  cli.run(main, sends=True, connect=host_inputs.start)

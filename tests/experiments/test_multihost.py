@@ -160,6 +160,25 @@ def test_what_one_host_refuses_ends_all_with_a_sentence_of_the_first(
   assert not list(tmp_path.glob("*/out"))
 
 
+def test_a_plugin_that_one_host_lacks_is_refused_by_the_first(tmp_path, port):
+  for host in range(2):
+    (tmp_path / str(host)).mkdir()
+  text = "import jax.numpy as jnp\nimport kvjax\n\nONES = jnp.ones(3)\n"
+  named = 'kvjax.register("mine", kvjax.methods.KeyDiff, summary="mine")\n'
+  (tmp_path / "0" / "mine.py").write_text(text + named)
+  both = [
+    start(
+      *("--plugins=mine.py", "--methods=mine"),
+      **{"host": h, "port": port, "output": "out", "cwd": tmp_path / str(h)},
+    )
+    for h in range(2)
+  ]
+  said = [process.communicate(timeout=300)[1] for process in both]
+  assert [process.returncode for process in both] == [2, 2], said
+  assert "Host 1: --plugins takes Python files; " in said[0]
+  assert "mine" not in said[1]
+
+
 @pytest.mark.slow
 def test_what_all_hosts_refuse_is_said_once(tmp_path, port):
   both = [

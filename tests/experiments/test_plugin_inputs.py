@@ -132,3 +132,16 @@ def test_programs_take_it(tmp_path, run_binary):
   )
   assert compared.returncode == 2
   assert "sign" in compared.stderr
+
+
+def test_hosts_meet_before_it_computes(tmp_path, run_binary, port):
+  path = tmp_path / "mine.py"
+  path.write_text(f"import jax.numpy as jnp\n\nONES = jnp.ones(3)\n{METHOD}")
+  compared = run_binary(
+    "kvjax.experiments.compare",
+    *("--multihost", f"--coordinator=127.0.0.1:{port}"),
+    *("--hosts=1", "--host=0", f"--plugins={path}"),
+    "--methods=oldest_of_a_file:power=2",
+  )
+  assert compared.returncode == 2
+  assert "sign" in compared.stderr
