@@ -20,6 +20,10 @@ from kvjax.errors import InputError
 _NAME = 255
 
 
+class TracedError(InputError):
+  """Values of arrays are needed that are without, as within `jax.jit`."""
+
+
 def spanned() -> bool:
   """Whether the mesh in context (`jax.set_mesh`) has other hosts' devices."""
   mesh = jax.sharding.get_mesh()
@@ -62,7 +66,7 @@ def read(tree: PyTree) -> Any:
   program of theirs, so that all of them must call this, in the same order.
 
   Raises:
-    InputError: arrays are traced, as within `jax.jit`.
+    TracedError: arrays are traced, as within `jax.jit`.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -71,7 +75,7 @@ def read(tree: PyTree) -> Any:
     {'counts': array([1., 1.], dtype=float32)}
   """
   if is_traced(tree):
-    raise InputError(
+    raise TracedError(
       "kvjax needs the values of arrays here, which are unknown within "
       "jax.jit; call it outside of jax.jit, as it compiles programs of its own."
     )

@@ -41,6 +41,8 @@ _ANSWER = 128
 # The program that a prefill waits for in every layer; see
 # `kvjax.engine.sweeping`.
 LAYER = "forward_layer"
+# As many tokens as models' own requests to repeat a prompt have, about.
+REQUEST = kvjax.RepeatRequest((1,) * 20, (2,) * 10, (3,) * 15, (4,) * 5)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -264,7 +266,7 @@ def _prefill(
     params: nnx.State, tokens: Int[Array, "B S"]
   ) -> tuple[Cache, Float[Array, "B V"]]:
     lengths = np.full(tokens.shape[0], use.tokens, np.int32)
-    prompts = kvjax.Prompts(tokens, lengths)
+    prompts = kvjax.Prompts(tokens, lengths, repeat_request=REQUEST)
     return kvjax.prefill(model, params, prompts, use.plan)
 
   return run

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import jax
 
+from kvjax.engine.prepared import waits
 from kvjax.errors import InputError
 from kvjax.experiments.compilation.chips import Chip
 from kvjax.experiments.compilation.engine_programs import (
@@ -105,7 +106,7 @@ def compile_use(use: Use, chip: Chip, advance: Advance) -> Planned:
     InputError: the prefill depends on numbers, which shapes do not have, or
       the compiler refuses a program for another reason.
   """
-  whole = _sizes(use, chip)
+  whole = sizes(use, chip)
   refused = False
   for depths in _depths(use, chip, whole):
     try:
@@ -185,7 +186,7 @@ def _compile_depths(
   if len(depths) == 1:
     return found[0]
   prefill = extrapolate(depths, prefills, use.model.layers)
-  if use.plan.schedule.block is None:
+  if use.plan.schedule.block is None and not waits(use.plan):
     # A prefill of whole prompts frees what a layer needed once the next one is
     # done, however many follow.
     held = max(each.temporary for each in prefills)
@@ -213,7 +214,7 @@ def _compile_kind(
   kind: str, use: Use, chip: Chip, layers: int, parts: int, advance: Advance
 ) -> Needs:
   """Compiles one of the two programs; see `_compile`."""
-  given = _sizes(use, chip, layers)
+  given = sizes(use, chip, layers)
   about = f"{chip.name}, {kind}, batch {use.rows}, {layers} layers"
   advance(about, 0)
   lower = lower_prefill if kind == "prefill" else lower_decode
@@ -221,21 +222,6 @@ def _compile_kind(
   jax.clear_caches()  # traced programs are large and not needed again
   advance(about, 1 / parts)
   return _needs(footprint, given)
-
-
-def _sizes(use: Use, chip: Chip, layers: int | None = None) -> Sizes:
-  """Measures shapes; see `sizes`.
-
-  Raises:
-    InputError: they depend on numbers.
-  """
-  try:
-    return sizes(use, chip, layers)
-  except jax.errors.JAXTypeError as error:
-    raise InputError(
-      f"What {use.name} keeps depends on numbers, which a plan does not have; "
-      "plan another method with the same budget."
-    ) from error
 
 
 def _refusal(use: Use, chip: Chip, error: Exception) -> InputError:

@@ -11,6 +11,7 @@ from kvjax.cache.cache import Cache
 from kvjax.cache.layers import Slots
 from kvjax.cache.packed import PackedLayer, Pages
 from kvjax.cache.sparse import SparseLayer
+from kvjax.errors import InputError
 from kvjax.experiments.compilation.chips import Chip
 from kvjax.experiments.compilation.engine_programs import (
   Use,
@@ -21,6 +22,7 @@ from kvjax.experiments.compilation.engine_programs import (
   share_bytes,
   unread,
 )
+from kvjax.hosts import TracedError
 from kvjax.models.language_model import DecoderModel
 
 
@@ -57,10 +59,19 @@ def sizes(use: Use, chip: Chip, layers: int | None = None) -> Sizes:
     use: the method and the model.
     chip: devices with their mesh.
     layers: number of layers, the first ones; None for all.
+
+  Raises:
+    InputError: the cache's shapes depend on numbers, such as scores.
   """
   model, params = use.model.shapes(chip.mesh, layers or use.model.layers)
-  with compiling_for(chip):
-    cache = cache_shapes(model, params, use, chip)
+  try:
+    with compiling_for(chip):
+      cache = cache_shapes(model, params, use, chip)
+  except TracedError as error:
+    raise InputError(
+      f"What {use.name} keeps depends on numbers, which a plan does not have; "
+      "plan another method with the same budget."
+    ) from error
   weights, stored = share_bytes(params), share_bytes(on_device(cache))
   needed = weights - unread(model, params)
   return Sizes(

@@ -25,7 +25,7 @@ from kvjax.cache.sharding import parse_mesh, split_mesh
 from kvjax.engine.capacity import grow_for, prepare_decoding
 from kvjax.engine.decode import DecodedTokens, DecodingInputs, decode
 from kvjax.experiments import cli
-from kvjax.experiments.compilation.engine_programs import placed_shapes
+from kvjax.experiments.compilation.engine_programs import REQUEST, placed_shapes
 from kvjax.experiments.compilation.published import Published
 from kvjax.experiments.report import formats, page_parts, wording
 from kvjax.kernels.compiled.collectives import (
@@ -66,8 +66,6 @@ MODEL = Published(
 ALIKE = {"kvzap": "kvzip", "fast_kvzip": "kvzip"}
 _EVERY = 16
 _DECODING = kvjax.Decoding(32)
-# What methods ask the model to repeat is not decoded.
-_REQUEST = kvjax.RepeatRequest((3, 1, 4), (11, 12), (13, 14, 15), (9, 2))
 _PARTS = {"steps": False, "evicting_steps": True}
 
 
@@ -127,7 +125,7 @@ def sent(
   model, params = published.shapes(mesh, LAYERS)
 
   def prefilled(params: nnx.State, tokens: Int[Array, "B S"]) -> Cache:
-    prompts = kvjax.Prompts(tokens, LENGTHS, repeat_request=_REQUEST)
+    prompts = kvjax.Prompts(tokens, LENGTHS, repeat_request=REQUEST)
     cache, _ = kvjax.prefill(model, params, prompts, step.plan)
     prepared = prepare_decoding(model, cache, LENGTHS, 0, _DECODING)
     return grow_for(cache, prepared, 0, _DECODING)

@@ -55,6 +55,13 @@ class LayerProgram:
   channels: Channels | None = None
 
 
+def waits(plan: Plan) -> bool:
+  """Whether a plan keeps anything only after the whole forward pass."""
+  traits = plan.method.traits
+  late = traits.replay is not None or traits.joins_layers
+  return late or plan.spread.whole_model
+
+
 @struct
 class PreparedPlan:
   """A plan's budget, spread over the layers and rows of a batch.
@@ -93,10 +100,8 @@ class PreparedPlan:
 
   @property
   def waits(self) -> bool:
-    """Whether scores are known only after the whole forward pass."""
-    plan, traits = self.plan, self.plan.method.traits
-    late = traits.replay is not None or traits.joins_layers
-    return (late or plan.spread.whole_model) and not all(self.keeps_all)
+    """Whether it evicts, and only after the whole forward pass."""
+    return waits(self.plan) and not all(self.keeps_all)
 
   def evicts(self, layer: int) -> tuple[bool, bool]:
     """Whether a layer evicts from the prompt, and while decoding."""

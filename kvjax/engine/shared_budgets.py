@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from kvjax.allocation.whole_layer import count_best
 from kvjax.cache.layers import LayerCache
 from kvjax.cache.packed import PAGE, most_pages, page_devices
 from kvjax.engine.prepared import PreparedPlan
-from kvjax.hosts import read
+from kvjax.hosts import is_traced, read
 from kvjax.methods.base import ScoringMethod
 from kvjax.model import Geometry, LayerSpec
 from kvjax.prompts import bucket
@@ -60,8 +60,14 @@ def count_by_head(
       strict=True,
     )
   )
-  # One transfer, as the sizes of the caches depend on it.
-  on_host: dict[int, Int[np.ndarray, "B K"]] = read(counts)
+  on_host: dict[int, Int[np.ndarray, "B K"]]
+  if is_traced(counts) and len(_kinds(counts, geometry)) == 1:
+    # The pool depends on the budget alone, and a layer of it may keep all.
+    most = [np.full(of.shape, padded, np.int32) for of in counts.values()]
+    on_host = dict(zip(counts, most, strict=True))
+  else:
+    # One transfer, as the sizes of the caches depend on it.
+    on_host = read(counts)
   return fit_to_counts(prepared, on_host, padded, geometry), counts
 
 
@@ -105,19 +111,27 @@ def _pages_per_layer(
     counts: tokens that each head keeps, by the layer's number.
     geometry: sizes of the model.
   """
-  by_spec: dict[LayerSpec, list[Int[np.ndarray, "B K"]]] = {}
-  for layer, of_layer in counts.items():
-    by_spec.setdefault(geometry.layers[layer], []).append(of_layer)
-  if len(by_spec) == 1:
+  kinds = _kinds(counts, geometry)
+  if len(kinds) == 1:
     # By the budget alone: other prompts then share the programs.
     heads = sum(of.shape[1] for of in counts.values())
     return _per_layer(most_pages(heads * capacity, heads, PAGE), len(counts))
   # Layers of one kind may have more than their share.
   needed = []
-  for alike in by_spec.values():
-    pages = [np.sum(-(-of_layer // PAGE), axis=1) for of_layer in alike]
+  for alike in kinds.values():
+    pages = [np.sum(-(-counts[layer] // PAGE), axis=1) for layer in alike]
     needed.append((int(np.sum(pages, axis=0).max()), len(alike)))
   return max(_per_layer(bucket(pages), layers) for pages, layers in needed)
+
+
+def _kinds(
+  layers: Iterable[int], geometry: Geometry
+) -> dict[LayerSpec, list[int]]:
+  """Lists the layers of each kind, which have a pool of their own."""
+  kinds: dict[LayerSpec, list[int]] = {}
+  for layer in layers:
+    kinds.setdefault(geometry.layers[layer], []).append(layer)
+  return kinds
 
 
 def _per_layer(pages: int, layers: int) -> int:

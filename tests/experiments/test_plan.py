@@ -280,15 +280,50 @@ def test_a_search_names_the_smallest_slice_and_the_largest_batch(small_slices):
   assert searching.search(huge, "v5e", silent) is None
 
 
-def test_what_depends_on_numbers_is_refused(monkeypatch):
-  def of_numbers(*given):
-    del given
-    return jax.eval_shape(int, 1.0)
+@pytest.mark.parametrize("name", ["kvzip:chunk=40", "simlayerkv:recent=9"])
+def test_layers_that_share_a_budget_have_the_pool_of_a_real_prefill(
+  name, for_this_machine
+):
+  """Whatever its scores: random weights are like no other's."""
+  plan = kvjax.get_plan(name, kvjax.Retention(0.5))
+  use, chip = dataclasses.replace(USE, name=name, plan=plan), here()
+  found = compiling.compile_use(use, chip, silent)
+  with jax.set_mesh(chip.mesh):
+    model, shapes = TINY.shapes(chip.mesh, TINY.layers)
+    draw = np.random.default_rng(0)
+    params = jax.tree.map(
+      lambda x: jax.device_put(
+        draw.standard_normal(x.shape).astype(x.dtype), x.sharding
+      ),
+      shapes,
+    )
+    prompts = kvjax.Prompts(
+      draw.integers(64, 128, (USE.rows, USE.tokens)).astype(np.int32),
+      np.full(USE.rows, USE.tokens),
+      repeat_request=engine_programs.REQUEST,
+    )
+    cache, _ = kvjax.prefill(model, params, prompts, plan)
+    cache = kvjax.reserve(cache, USE.answer)
+  shards = [x.addressable_shards[0].data for x in jax.tree.leaves(cache.stacks)]
+  held = sum(shard.nbytes for shard in shards)
+  # Besides, a cache counts the tokens of its rows.
+  assert held <= found.sizes.cache < held + 100
+  # All layers' keys and values are kept until the last one is scored.
+  whole = TINY.layers * 2 * USE.rows * USE.tokens * 2 * 8 * 2
+  assert found.prefill.temporary > whole / 4
 
-  # As SimLayerKV does, which reads on the host what a prompt keeps.
-  monkeypatch.setattr(compiling, "sizes", of_numbers)
-  with pytest.raises(InputError, match="What keydiff keeps depends on"):
-    compiling.compile_use(USE, here(), silent)
+
+def test_pools_of_several_kinds_of_layers_are_refused(for_this_machine):
+  """How many pages each of them needs depends on scores."""
+  fields = dict(TINY.fields) | {
+    "model_type": "smollm3",
+    "no_rope_layers": [1, 1, 0, 1, 1, 0],
+  }
+  model = dataclasses.replace(TINY, fields=fields)
+  plan = kvjax.get_plan("kvzip", kvjax.Retention(0.5))
+  use = dataclasses.replace(USE, name="kvzip", plan=plan, model=model)
+  with pytest.raises(InputError, match="What kvzip keeps depends on numbers"):
+    compiling.compile_use(use, here(), silent)
 
 
 @pytest.mark.libtpu

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.testing import TinyModel
+from kvjax.testing import TinyModel, kept_positions
 
 MODEL = TinyModel()
 PROMPTS = kvjax.Prompts.of([[*range(1, 30)], [*range(3, 20)]])
@@ -29,12 +29,25 @@ def test_gradients_outside_of_jit_are_those_inside(params, plan):
     return jnp.sum(jnp.square(logits))
 
   eager = jax.grad(loss)(params, plan)
-  # Logits are of the whole prompt, whichever method compresses it afterwards.
-  inside = jax.jit(jax.grad(lambda params: loss(params, PLANS[0])))(params)
+  inside = jax.jit(jax.grad(lambda params: loss(params, plan)))(params)
   for found, expected in zip(
     *map(jax.tree.leaves, (eager, inside)), strict=True
   ):
     np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-4)
+
+
+def test_heads_that_share_a_budget_keep_the_same_within_jit(params):
+  """The pool depends on the budget alone, so that its shapes are known."""
+  outside, _ = kvjax.prefill(MODEL, params, PROMPTS, PLANS[1])
+  prefill = jax.jit(lambda p: kvjax.prefill(MODEL, p, PROMPTS, PLANS[1]))
+  inside, _ = prefill(params)
+  shapes = [jax.tree.map(jnp.shape, cache) for cache in (inside, outside)]
+  assert shapes[0] == shapes[1]
+  for row in range(2):
+    kept = [kept_positions(cache, row) for cache in (inside, outside)]
+    assert kept[0] == kept[1]
+  counts = np.unique(outside.lengths)
+  assert len(counts) > 1
 
 
 def test_no_array_of_a_prefill_is_taken_for_a_fault(params):
