@@ -42,7 +42,7 @@ from kvjax.experiments.planning import (
   tables,
 )
 from kvjax.experiments.report import pictures
-from kvjax.experiments.run import outputs
+from kvjax.experiments.run import outputs, prompting
 from kvjax.experiments.run.progress_bar import progress_bar
 
 flags.adopt_module_key_flags(budget_inputs)
@@ -67,7 +67,10 @@ _MESH = flags.DEFINE_string(
   "along 'model'.",
 )
 _CONTEXT = flags.DEFINE_integer(
-  "context", 32_768, "Tokens of each context.", lower_bound=1
+  "context",
+  32_768,
+  "Tokens of each context, which are padded as other programs pad them.",
+  lower_bound=1,
 )
 _ANSWER = flags.DEFINE_integer(
   "answer", 128, "Tokens that are decoded for each.", lower_bound=1
@@ -121,7 +124,8 @@ def _use() -> Use:
   """Reads what is planned from the flags.
 
   Raises:
-    InputError: there are several budgets, or see `kvjax.get_plan`.
+    InputError: there are several budgets, --mesh is no mesh, or see
+      `kvjax.get_plan`.
   """
   budgets = budget_inputs.budgets()
   if len(budgets) != 1:
@@ -135,8 +139,10 @@ def _use() -> Use:
     _METHOD.value, budget, schedule=schedule, kv_dtype=_KV_DTYPE.value
   )
   model = Published.find(_MODEL.value)
+  devices = 1 if _MESH.value is None else parse_sizes(_MESH.value)["context"]
+  tokens = prompting.padded(_CONTEXT.value, devices)
   return Use(
-    _METHOD.value, "", plan, _CONTEXT.value, model, _BATCH.value, _ANSWER.value
+    _METHOD.value, "", plan, tokens, model, _BATCH.value, _ANSWER.value
   )
 
 

@@ -161,10 +161,11 @@ class Shape(NamedTuple):
     """
     if protocol == QUERY_AWARE:
       both = max(len(prompt.prefilled) for prompt in prompts)
-      return cls(rows, _padded(both), 0)
+      return cls(rows, padded(both, context_size()), 0)
     contexts = max(len(prompt.context) for prompt in prompts)
     questions = max(len(prompt.question) for prompt in prompts)
-    return cls(rows, _padded(contexts), _round_up(questions, _QUESTION_WIDTH))
+    width = padded(contexts, context_size())
+    return cls(rows, width, _round_up(questions, _QUESTION_WIDTH))
 
 
 def check_context_length(lm: Pretrained, prompts: Sequence[Prompt]) -> None:
@@ -183,9 +184,13 @@ def check_context_length(lm: Pretrained, prompts: Sequence[Prompt]) -> None:
     )
 
 
-def _padded(tokens: int) -> int:
-  """Rounds the tokens of a context up, for all devices that share them out."""
-  devices = context_size()
+def padded(tokens: int, devices: int) -> int:
+  """Rounds the tokens of a context up, for all devices that share them out.
+
+  Args:
+    tokens: tokens of the longest context of a batch.
+    devices: size of the axis `context` of the mesh.
+  """
   if devices > 1:
     wide = _round_up(tokens, devices * _SHARED_WIDTH)
     if wide - tokens <= _MOST_PADDING * tokens:

@@ -2,6 +2,8 @@
 
 import jax
 import pytest
+from absl import flags
+from processes import call_with_devices
 
 from kvjax.experiments.run.prompting import QUERY_AWARE, Prompt, Shape
 
@@ -34,3 +36,20 @@ def test_devices_that_share_out_tokens_divide_the_shape(tokens, devices):
 )
 def test_long_prompts_fill_the_blocks_of_a_kernel(tokens, devices, padded):
   assert shape_of(tokens, devices, "query-agnostic").context == padded
+
+
+def planned_tokens(*arguments):
+  """Tokens of a context that `kvjax plan` plans."""
+  # Imported here, as it defines flags that other programs have, too.
+  from kvjax.experiments import plan
+
+  flags.FLAGS(["plan", *arguments])
+  return plan._use().tokens
+
+
+@pytest.mark.parametrize("devices", [1, 8, 40])
+def test_plans_are_of_contexts_as_programs_pad_them(devices):
+  given = (f"--mesh=context:{devices}", "--context=1001", "--answer=9")
+  tokens = call_with_devices(1, planned_tokens, *given)
+  assert tokens == shape_of(1001, devices, "query-agnostic").context
+  assert tokens % devices == 0
