@@ -106,7 +106,7 @@ def run_on_arguments(
     try:
       with interrupts.interruptible(), sending.sending():
         _check_names()
-        _check_values(argv[1:], sends)
+        _check_values(sends)
         connect()
         _fetch_inputs()
         plugin_files.load(plugin_inputs.PLUGINS.value or ())
@@ -166,15 +166,13 @@ def _check_names() -> None:
       raise InputError(_no_flag(name))
 
 
-def _check_values(arguments: Sequence[str], sends: bool) -> None:
-  """Refuses values that no flag or argument of any program can mean.
+def _check_values(sends: bool) -> None:
+  """Refuses values that no flag of any program can mean.
 
   Raises:
     InputError: a text is given as an empty one, or is an address of another
       machine where none is read, or a number does not fit into 32 bits.
   """
-  for argument in arguments:
-    addresses.check_local(argument)
   known = {*_FETCHED, "output"} if sends else _FETCHED
   for flag in (flags.FLAGS[name] for name in flags.FLAGS):
     value = flag.value

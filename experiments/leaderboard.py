@@ -12,8 +12,9 @@ models, protocols, schedules, seeds, texts or tasks have separate tables. Of two
 equal runs the newer one counts. Unfinished runs are listed and left out. It
 takes a few seconds, and about a second for each table.
 
-`--kvpress=DIR` also writes folders in the layout of NVIDIA/kvpress's
-evaluation, so that both results can be compared.
+Runs may be at addresses, as in `kvjax leaderboard gs://bucket/results`, and so
+may --output. `--kvpress=DIR` also writes folders in the layout of
+NVIDIA/kvpress's evaluation, so that both results can be compared.
 """
 
 import pathlib
@@ -28,7 +29,9 @@ from kvjax.experiments.report import kvpress, ranking, run_files, wording
 from kvjax.experiments.run import outputs
 from kvjax.experiments.run.sentences import say
 
-_OUTPUT = flags.DEFINE_string("output", "results/leaderboard", "Output folder.")
+_OUTPUT = flags.DEFINE_string(
+  "output", "results/leaderboard", "Output folder, or its address."
+)
 _KVPRESS = flags.DEFINE_string(
   "kvpress", None, "Parent folder of output in kvpress's layout."
 )
@@ -40,13 +43,14 @@ def main(directories: Sequence[str]) -> None:
     raise InputError(
       "Name the folders that hold runs, as in kvjax leaderboard results."
     )
-  folder = outputs.folder(_OUTPUT.value)
+  outputs.check_run(_OUTPUT.value, writes=True)
   export = _KVPRESS.value
   export_folder = None if export is None else outputs.folder(export)
-  sources = [pathlib.Path(name) for name in directories]
+  sources = [outputs.run_folder(name) for name in directories]
   runs = run_files.find(sources)
   board = ranking.merge(runs, run_files.unfinished(sources))
   rich.console.Console(highlight=False).print(board.to_terminal())
+  folder = outputs.run_folder(_OUTPUT.value)
   outputs.write_text(folder / "leaderboard.csv", board.to_csv())
   plots = board.plots()
   for name, png in plots.items():
@@ -78,4 +82,4 @@ def _export(runs: Sequence[run_files.Record], root: pathlib.Path) -> None:
 
 
 if __name__ == "__main__":
-  cli.run_on_arguments(main)
+  cli.run_on_arguments(main, sends=True)

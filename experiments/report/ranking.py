@@ -29,6 +29,7 @@ from kvjax.experiments.report.means import (
 from kvjax.experiments.report.rows import SETTINGS, settings_of
 from kvjax.experiments.report.run_files import SUMMARY, Record
 from kvjax.experiments.report.tables import grid, overview, parts
+from kvjax.experiments.run import sending
 from kvjax.experiments.run.measured import rounded
 
 # Method, options and budget.
@@ -98,7 +99,7 @@ class Group:
     )
     budgets = f"B{OF_GLOBAL_LAYERS[1:]}." if is_hybrid(self._means) else ""
     runs = {
-      str(entry.record.folder): wording.circumstances(entry.record.summary)
+      _run(entry.record): wording.circumstances(entry.record.summary)
       for entry in self.entries.values()
     }
     return [
@@ -257,7 +258,7 @@ def merge(
       for mean in means(part.summary["rows"], part.answers):
         key = (mean.method, mean.options, mean.budget)
         if key in entries:
-          pair = (str(entries[key].record.folder), str(record.folder))
+          pair = (_run(entries[key].record), _run(record))
           replaced[pair] = replaced.get(pair, 0) + 1
         entries[key] = Entry(mean, part)
   sentences = [
@@ -266,11 +267,16 @@ def merge(
     for (old, new), number in replaced.items()
   ]
   sentences += [
-    f"{folder} is left out: its run is unfinished; repeat the command that "
-    "started it to resume."
+    f"{sending.named(str(folder))} is left out: its run is unfinished; repeat "
+    "the command that started it to resume."
     for folder in unfinished
   ]
   return Leaderboard([groups[key] for key in sorted(groups)], sentences)
+
+
+def _run(record: Record) -> str:
+  """Names a run by its folder, or by the address that it is a copy of."""
+  return sending.named(str(record.folder))
 
 
 def _identity(part: Record) -> _Identity:
@@ -310,7 +316,7 @@ def _line(entry: Entry) -> dict[str, Any]:
     "data": wording.data(summary),
     "device": summary["device"],
     "versions": wording.versions(summary["versions"]),
-    "run": str(entry.record.folder),
+    "run": _run(entry.record),
   }
 
 

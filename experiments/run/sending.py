@@ -8,6 +8,7 @@ name begins with a dot, where it keeps what it has done so far.
 """
 
 import contextlib
+import datetime
 import hashlib
 import os
 import pathlib
@@ -29,6 +30,10 @@ from kvjax.experiments.run import multihost
 _BETWEEN = 30.0
 # What stores say of a file that changes with its content, the best first.
 _CHANGES = ("generation", "etag", "ETag", "md5Hash", "mtime", "created")
+
+# What stores call the time of a file's last change, or of its creation where
+# every change makes a new one.
+_TIMES = ("mtime", "updated", "LastModified", "created")
 
 # Of a file of this machine: when it was changed, in nanoseconds, and its bytes.
 _Version = tuple[int, int]
@@ -178,6 +183,7 @@ class Copy:
         folder = parent / self._place.name
         folder.mkdir()
         self._place.download(there, folder)
+        _set_times(folder, there)
       except BaseException:
         shutil.rmtree(parent, ignore_errors=True)
         raise
@@ -313,6 +319,20 @@ def _say_kept() -> None:
     if copy.folder.exists():
       said = f"What {copy.address} lacks is in {copy.kept}.\n"
       os.write(sys.stderr.fileno(), said.encode())
+
+
+def _set_times(
+  folder: pathlib.Path, listed: Mapping[str, Mapping[str, Any]]
+) -> None:
+  """Gives the files of a copy the times of those at the address."""
+  for name, about in listed.items():
+    told = next((about[key] for key in _TIMES if about.get(key)), None)
+    if isinstance(told, str):
+      told = datetime.datetime.fromisoformat(told)
+    if isinstance(told, datetime.datetime):
+      told = told.timestamp()
+    if told is not None:
+      os.utime(folder / name, (told, told))
 
 
 def _states(listed: Mapping[str, Mapping[str, Any]]) -> dict[str, _State]:

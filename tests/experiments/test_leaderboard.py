@@ -1,5 +1,7 @@
 """The binary: a leaderboard of runs, and one sentence for what is wrong."""
 
+import os
+
 import pytest
 from made_runs import make_answer, make_record
 
@@ -36,11 +38,45 @@ def test_runs_become_one_leaderboard(run_binary, tmp_path):
   assert all(len(list(path.iterdir())) == 3 for path in kvpress.iterdir())
 
 
+def test_a_leaderboard_of_addresses_is_that_of_their_folders(
+  run_binary, tmp_path
+):
+  answers = [make_answer("full", task="vt", length=512)]
+  there, here = tmp_path / "there", tmp_path / "here"
+  for name in "abc":
+    make_record(answers, there / "runs" / name)
+  (there / "runs" / "c" / "summary.json").unlink()
+  # The first to be fetched is the newest.
+  os.utime(there / "runs" / "a" / "summary.json", (2e9, 2e9))
+  address = f"file://{there}"
+  said = []
+  for runs, board in ((there, here), (address, f"{address}/board")):
+    ranked = run_binary(
+      *("kvjax.experiments.leaderboard", f"{runs}/runs", f"--output={board}")
+    )
+    assert ranked.returncode == 0, ranked.stderr
+    said.append(ranked.stdout)
+  assert f"plots in {address}/board" in said[1]
+  assert "kvjax-" not in said[1]
+  names = {path.name for path in here.iterdir()}
+  assert {path.name for path in (there / "board").iterdir()} == names
+  for name in ("leaderboard.csv", "leaderboard.md", "leaderboard.html"):
+    local = (here / name).read_text()
+    named = (there / "board" / name).read_text()
+    assert named == local.replace(f"{there}/", f"{address}/")
+  board = (there / "board" / "leaderboard.md").read_text()
+  old, new = f"{address}/runs/b", f"{address}/runs/a"
+  assert f"1 line of {old} gave way to those of {new}, which is newer" in board
+  assert f"{address}/runs/c is left out" in board
+
+
 @pytest.mark.parametrize(
   ("arguments", "sentence"),
   [
     ([], "Name the folders that hold runs, as in kvjax leaderboard results."),
     (["{folder}"], "{folder} holds no run"),
+    (["file://{folder}/no"], "file://{folder}/no holds no run"),
+    (["gs://bucket"], "gs://bucket/ names no file or folder; give"),
     (["{folder}", "--model=x"], "--help lists the flags."),
     (["{folder}", "--kvpress=/proc/no"], "/proc/no cannot be written"),
   ],

@@ -1,5 +1,6 @@
 """Runs whose --output is an address."""
 
+import datetime
 import os
 import pathlib
 import tempfile
@@ -60,6 +61,25 @@ def kept(tmp_path):
   """The folder of this machine."""
   (folder,) = tmp_path.glob("kvjax-*/runs")
   return folder
+
+
+NINE_DIGITS = datetime.datetime.fromtimestamp(1e9, datetime.UTC)
+
+
+@pytest.mark.parametrize(
+  "told",
+  [
+    *({"mtime": 1e9}, {"updated": NINE_DIGITS.isoformat()}),
+    *({"LastModified": NINE_DIGITS}, {"created": NINE_DIGITS}),
+  ],
+)
+def test_copies_have_the_times_that_stores_tell(store, monkeypatch, told):
+  """The newer of two equal runs counts in a leaderboard."""
+  store.pipe("/bucket/runs/a", b"old")
+  about = {"/bucket/runs/a": {"size": 3, "type": "file", **told}}
+  monkeypatch.setattr(MemoryFileSystem, "find", lambda *a, **b: about)
+  with sending.sending():
+    assert (outputs.run_folder(RUNS) / "a").stat().st_mtime == 1e9
 
 
 def test_what_changes_is_sent(store, sent):
