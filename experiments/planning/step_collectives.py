@@ -10,6 +10,7 @@ repository.
 import dataclasses
 import functools
 import pathlib
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
@@ -24,6 +25,7 @@ from kvjax.cache.cache import Cache
 from kvjax.cache.sharding import parse_mesh, split_mesh
 from kvjax.engine.capacity import grow_for, prepare_decoding
 from kvjax.engine.decode import DecodedTokens, DecodingInputs, decode
+from kvjax.engine.query_statistics import QueryStatistics
 from kvjax.experiments import cli
 from kvjax.experiments.compilation.engine_programs import REQUEST, placed_shapes
 from kvjax.experiments.compilation.published import Published
@@ -62,8 +64,6 @@ MODEL = Published(
     "tie_word_embeddings": True,
   },
 )
-# Methods that are made with a file of weights have caches like another's.
-ALIKE = {"kvzap": "kvzip", "fast_kvzip": "kvzip"}
 _EVERY = 16
 _DECODING = kvjax.Decoding(32)
 _PARTS = {"steps": False, "evicting_steps": True}
@@ -76,10 +76,12 @@ class Step:
   Attributes:
     name: name of the method.
     evicts: whether the method evicts tokens after the step.
+    file: option that names a file of the method, after its name.
   """
 
   name: str
   evicts: bool = False
+  file: str = dataclasses.field(default="", compare=False)
 
   @functools.cached_property
   def plan(self) -> kvjax.Plan:
@@ -91,19 +93,53 @@ class Step:
     kept = TOKENS if self.name == "full" else KEPT
     schedule = kvjax.Schedule(every=_EVERY if self.evicts else None)
     return kvjax.get_plan(
-      self.name, kvjax.Retention(kept / TOKENS), schedule=schedule
+      self.name + self.file, kvjax.Retention(kept / TOKENS), schedule=schedule
     )
 
 
-def steps() -> list[Step]:
-  """Lists the steps of all methods, those that evict at the end."""
-  names = [name for name in METHODS if name not in ALIKE]
-  plain = [Step(name) for name in (*names, "think/snapkv", *RETRIEVALS)]
-  return plain + [Step(name, evicts=True) for name in filter(_evicts, names)]
+# Methods that are made with a file, and those that send the same.
+ALIKE = {
+  Step("kvzap"): Step("kvzip"),
+  Step("fast_kvzip"): Step("kvzip"),
+  Step("qfilters", evicts=True): Step("keydiff", evicts=True),
+  Step("kvzap:level=head", evicts=True): Step("keydiff", evicts=True),
+  Step("fast_kvzip:level=head", evicts=True): Step("keydiff", evicts=True),
+}
+# Those that evict by statistics, and send what no other method does.
+_BY_STATISTICS = ("triattention", "triattention:choice=model")
+
+
+def steps(statistics: pathlib.Path) -> list[Step]:
+  """Lists the steps of all methods but `ALIKE`, those that evict at the end.
+
+  Args:
+    statistics: a file of statistics of the model's queries.
+  """
+  names = [*METHODS, "think/snapkv", *RETRIEVALS]
+  plain = [step for step in map(Step, names) if step not in ALIKE]
+  evicting = [Step(name, evicts=True) for name in filter(_evicts, METHODS)]
+  file = f":statistics={statistics}"
+  by_file = [Step(name, True, file) for name in _BY_STATISTICS]
+  return plain + evicting + by_file
+
+
+def write_statistics(folder: pathlib.Path) -> pathlib.Path:
+  """Writes statistics of the model's queries, whose values do not matter."""
+  config = MODEL.config(LAYERS)
+  heads = (LAYERS, config.num_heads, config.head_dim)
+  mean = np.ones(heads, np.float32)
+  path = folder / "queries.safetensors"
+  QueryStatistics(
+    mean,
+    np.ones((*heads, config.head_dim), np.float32),
+    mean[:, : config.num_kv_heads],
+    mean,
+  ).save(path)
+  return path
 
 
 def _evicts(name: str) -> bool:
-  """Whether a method evicts tokens while it decodes."""
+  """Whether a method evicts tokens while it decodes, without a file."""
   try:
     plan = Step(name, evicts=True).plan
   except kvjax.InputError:
@@ -220,9 +256,8 @@ def replace_tables(page: str, cells: Mapping[Step, Sequence[str]]) -> str:
     cells: of each step, what it sends on each of `MESHES`; see `cell`.
   """
   for part, evicts in _PARTS.items():
-    rows = {step.name: cells[step] for step in cells if step.evicts == evicts}
-    if not evicts:
-      rows |= {name: rows[other] for name, other in ALIKE.items()}
+    every = {**cells, **{step: cells[other] for step, other in ALIKE.items()}}
+    rows = {step.name: every[step] for step in every if step.evicts == evicts}
     page = page_parts.replace(page, part, _table(rows))
   return page
 
@@ -242,9 +277,11 @@ def main() -> None:
   jax.config.update("jax_platforms", "cpu")
   jax.config.update("jax_num_cpu_devices", 4)
   page = files.read_text(PAGE)
-  cells = {
-    step: [cell(sent(step, axes)) for axes in MESHES] for step in steps()
-  }
+  with tempfile.TemporaryDirectory() as folder:
+    cells = {
+      step: [cell(sent(step, axes)) for axes in MESHES]
+      for step in steps(write_statistics(pathlib.Path(folder)))
+    }
   files.write_text(PAGE, replace_tables(page, cells))
 
 
