@@ -40,7 +40,7 @@ _OUTPUT = flags.DEFINE_string(
   "output",
   "results/finetuned",
   "Folder for the model, its adapters, checkpoints and a log, or, on one host, "
-  "an address as gs://bucket/tuned.",
+  "an address such as gs://bucket/tuned.",
 )
 _RANK = flags.DEFINE_integer("rank", 128, "Rank of the adapters.")
 _TARGETS = flags.DEFINE_list(

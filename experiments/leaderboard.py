@@ -59,7 +59,7 @@ def main(directories: Sequence[str]) -> None:
   outputs.write_text(
     folder / "leaderboard.html", board.to_html(list(plots.values()))
   )
-  # Remove plots of tables that there no longer are.
+  # Remove plots of tables that there no longer are; at an address, they stay.
   for path in folder.glob("leaderboard_*.png"):
     if path.name not in plots:
       path.unlink()

@@ -106,16 +106,13 @@ def main() -> None:
     )
     samples = needle_inputs.samples(lm)
     comparison.check_hosts(settings, comparison.wanted(chosen, samples))
-    measured = _measure(lm, chosen, samples, _run(settings, chosen), folder)
+    run = _run(settings, chosen)
+    measured = _measure(lm, chosen, samples, run, folder)
     # Within the mesh, which says where it was.
     device = environment.device(devices)
   if not multihost.is_first():
     return
-  summary = dataclasses.asdict(settings) | {
-    "length": needle_inputs.LENGTH.value,
-    "samples": needle_inputs.SAMPLES.value,
-    "tasks": needle_inputs.TASKS.value,
-    "steps": _STEPS.value,
+  summary = dataclasses.asdict(run) | {
     "device": device,
     "versions": environment.versions(),
     "cosine_of_neighboring_queries": measured.cosines,

@@ -21,7 +21,7 @@ _NAME = 255
 
 
 class TracedError(InputError):
-  """Values of arrays are needed that are without, as within `jax.jit`."""
+  """Values are needed of arrays that have none, as within `jax.jit`."""
 
 
 def spanned() -> bool:

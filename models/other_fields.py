@@ -82,8 +82,10 @@ _SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
   "attn_logit_cap": (),
   "attn_temperature_tuning": (False, 0),
   "attn_type": _ALL_BEFORE,
+  "causal": (True,),
   "gated_mlp": (True,),
   "index_topk": (),
+  "is_causal": (True,),
   "kv_lora_rank": (),
   "no_bias": (True,),
   "num_kv_shared_layers": (0,),
@@ -95,6 +97,7 @@ _SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
   "rope_pct": (1,),
   "rope_ratio": (1,),
   "rope_type": ("default",),
+  "use_causal_mask": (True,),
   "use_cross_layer_kv_sharing": (False,),
   "use_rope": (True,),
   "use_rotary_emb": (True,),
@@ -157,7 +160,9 @@ def _is_neutral(name: str, value: Any, activations: Collection[str]) -> bool:
     return value in _SUPPORTED_VALUES[name]
   words = _words(name)
   if "causal" in words:
-    return bool(value == ("non" not in words))
+    # Of other names, only a negation says what its value means.
+    negated = words & {"non", "not"}
+    return value in ([], {}) or bool(negated and value is False)
   if words & _ACTIVATIONS and isinstance(value, str) and value in activations:
     return True
   if isinstance(value, (int, float)) and not isinstance(value, bool):

@@ -67,7 +67,7 @@ def sizes(use: Use, chip: Chip, layers: int | None = None) -> Sizes:
   try:
     with compiling_for(chip):
       cache = cache_shapes(model, params, use, chip)
-  except TracedError as error:
+  except (TracedError, jax.errors.JAXTypeError) as error:
     raise InputError(
       f"What {use.name} keeps depends on numbers, which a plan does not have; "
       "plan another method with the same budget."

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import pathlib
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -167,7 +167,8 @@ def sent(
     return grow_for(cache, prepared, 0, _DECODING)
 
   with jax.set_mesh(mesh):
-    cache = _shapes_of(prefilled, step.plan, params)
+    tokens = jax.ShapeDtypeStruct((ROWS, TOKENS), jnp.int32)
+    cache = placed_shapes(jax.eval_shape(prefilled, params, tokens))
     leaves, structure = jax.tree.flatten(cache)
     return _compiled(published, mesh, structure, tuple(leaves))
 
@@ -208,36 +209,6 @@ def _compiled(
   )
   text = compiled.compile().as_text()
   return collectives(Module.of(text or ""), turn=True)
-
-
-def _shapes_of(
-  prefilled: Callable[[nnx.State, Int[Array, "B S"]], Cache],
-  plan: kvjax.Plan,
-  params: nnx.State,
-) -> Cache:
-  """Returns the shapes of a cache on the mesh in context.
-
-  Args:
-    prefilled: makes it of weights and tokens.
-    plan: its plan.
-    params: shapes of the weights.
-  """
-  draw = np.random.default_rng(0)
-  tokens = jnp.asarray(draw.integers(16, 128, (ROWS, TOKENS)), jnp.int32)
-  if not plan.spread.whole_model:
-    return placed_shapes(jax.eval_shape(prefilled, params, tokens))
-  # How many pages a pool has depends on scores.
-  weights = jax.tree.map(
-    lambda x: jax.device_put(
-      draw.standard_normal(x.shape).astype(x.dtype), x.sharding
-    ),
-    params,
-  )
-  made: Cache = jax.tree.map(
-    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
-    prefilled(weights, tokens),
-  )
-  return made
 
 
 def cell(found: list[Collective]) -> str:

@@ -117,32 +117,34 @@ class Checkpoints:
     """Restores the latest checkpoint, or returns `fresh` without one.
 
     A damaged one is passed over, with a warning in the log, for the one before
-    in the same stage. All hosts must call it.
+    in the same stage. All hosts must call it, and see the same files.
 
     Raises:
-      InputError: all are damaged.
+      InputError: none can be read.
     """
-    newest = [
-      found.step
-      for found in reversed(self._checkpointer.checkpoints)
-      if _stage(found.step) == self.stage()
-    ]
-    if not newest:
+    steps = multihost.from_first(self._steps).decode().split()
+    if not steps:
       return fresh
-    for step in newest:
-      tree = self._read(step, fresh)
+    for step in steps:
+      tree = self._read(int(step), fresh)
       # Hosts go on from the same one.
       if all(multihost.gather(b"read" if tree else b"")):
         return _from_tree(tree, fresh)
       logging.warning(
         "The checkpoint %s is damaged, and passed over.",
-        sending.named(str(self._directory / str(step))),
+        sending.named(str(self._directory / step)),
       )
     raise InputError(
-      f"The checkpoints {', '.join(map(str, newest))} in {self._directory} are "
-      "damaged; remove them, so that the same command goes on from the one "
-      "before, or else begins again."
+      f"No checkpoint in {self._directory} can be read ({', '.join(steps)}); "
+      "remove them, so that the same command goes on from the one before, or "
+      "else begins again."
     )
+
+  def _steps(self) -> bytes:
+    """Numbers of the checkpoints of the latest stage, the newest first."""
+    stage = self.stage()
+    numbers = (found.step for found in reversed(self._checkpointer.checkpoints))
+    return " ".join(str(n) for n in numbers if _stage(n) == stage).encode()
 
   def _read(self, step: int, fresh: Progress) -> dict[str, Any]:
     """Reads a checkpoint; nothing if it is damaged."""

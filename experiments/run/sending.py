@@ -33,7 +33,7 @@ _CHANGES = ("generation", "etag", "ETag", "md5Hash", "mtime", "created")
 
 # What stores call the time of a file's last change, or of its creation where
 # every change makes a new one.
-_TIMES = ("mtime", "updated", "LastModified", "created")
+_TIMES = ("mtime", "updated", "LastModified", "last_modified", "created")
 
 # Of a file of this machine: when it was changed, in nanoseconds, and its bytes.
 _Version = tuple[int, int]
@@ -328,10 +328,11 @@ def _set_times(
   for name, about in listed.items():
     told = next((about[key] for key in _TIMES if about.get(key)), None)
     if isinstance(told, str):
-      told = datetime.datetime.fromisoformat(told)
+      with contextlib.suppress(ValueError):
+        told = datetime.datetime.fromisoformat(told)
     if isinstance(told, datetime.datetime):
       told = told.timestamp()
-    if told is not None:
+    if isinstance(told, (int, float)):
       os.utime(folder / name, (told, told))
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import PyTree
 
 from kvjax.activations import Activations
@@ -326,19 +326,12 @@ def _constrain[Tree](tree: Tree, axes: Sequence[str], leading: int) -> Tree:
 
   def constrain(leaf: jax.Array) -> jax.Array:
     spec = layer_spec(leaf.shape, axes, leading)
-    if spec is None or _is_there(leaf, spec):
+    if spec is None:
       return leaf
-    return jax.lax.with_sharding_constraint(leaf, spec)
+    if isinstance(leaf, jax.core.Tracer):
+      return jax.lax.with_sharding_constraint(leaf, spec)
+    # A constraint would copy what is there already, and move host arrays to the
+    # devices.
+    return leaf if is_on_host(leaf) else jax.device_put(leaf, spec)
 
   return jax.tree.map(constrain, tree)
-
-
-def _is_there(leaf: jax.Array, spec: PartitionSpec) -> bool:
-  """Whether a constraint outside of programs would copy an array needlessly.
-
-  One on the host would be moved to the devices.
-  """
-  if isinstance(leaf, jax.core.Tracer):
-    return False
-  place = NamedSharding(jax.sharding.get_mesh(), spec)
-  return is_on_host(leaf) or leaf.sharding.is_equivalent_to(place, leaf.ndim)

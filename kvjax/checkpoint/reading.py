@@ -20,8 +20,8 @@ Abstract = Mapping[str, jax.ShapeDtypeStruct]
 def read_arrays(saved: Any, directory: pathlib.Path) -> Arrays:
   """Reads the arrays of a described cache that orbax has written.
 
-  With a mesh in context, arrays of its layers are read to their devices, so
-  that neither the host nor a device ever has the whole cache.
+  With a mesh in context, each device gets only its part of the layers' arrays,
+  and a host has an array at a time.
 
   Args:
     saved: the description of the cache.

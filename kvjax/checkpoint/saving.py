@@ -184,8 +184,8 @@ def load_cache(directory: Path, *, model: Model, model_id: str) -> Cache:
   """Loads a cache that `save_cache` saved, bit for bit.
 
   With a mesh in context (`jax.set_mesh`), layers are sharded as by `prefill`,
-  however they were sharded when they were saved, and a device reads its part
-  alone. In a program on several hosts, all of them must call it.
+  however they were sharded when they were saved, and each device gets only its
+  part. In a program on several hosts, all of them must call it.
 
   Args:
     directory: directory of the cache, or its address, such as

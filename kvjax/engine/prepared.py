@@ -56,7 +56,7 @@ class LayerProgram:
 
 
 def waits(plan: Plan) -> bool:
-  """Whether a plan keeps anything only after the whole forward pass."""
+  """Whether a plan's scores or shares are those of the whole forward pass."""
   traits = plan.method.traits
   late = traits.replay is not None or traits.joins_layers
   return late or plan.spread.whole_model

@@ -8,6 +8,7 @@ import signal
 import tempfile
 import threading
 import time
+import uuid
 
 import jax
 import numpy as np
@@ -147,7 +148,8 @@ def documents(tmp_path):
 def test_a_preempted_program_sends_what_it_has_and_goes_on_from_there(
   run_binary, tiny_directory, documents, tmp_path
 ):
-  folder, there = tmp_path / "folder", tmp_path / "there" / tmp_path.name
+  # A name that no copy of an earlier run has.
+  folder, there = tmp_path / "folder", tmp_path / uuid.uuid4().hex
   address = f"file://{there}"
 
   def tune(output, meanwhile=lambda process: None):
@@ -160,8 +162,9 @@ def test_a_preempted_program_sends_what_it_has_and_goes_on_from_there(
     )
 
   def preempt(process):
-    here = pathlib.Path(tempfile.gettempdir())
+    here, ends = pathlib.Path(tempfile.gettempdir()), time.monotonic() + 300
     while not list(here.glob(f"kvjax-*/{there.name}/.checkpoints/*/state")):
+      assert time.monotonic() < ends
       time.sleep(0.02)
     os.kill(process, signal.SIGTERM)
 

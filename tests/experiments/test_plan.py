@@ -76,15 +76,21 @@ def test_sizes_are_what_devices_hold(rows, for_this_machine):
   assert copies <= found.copies < copies + norms
 
 
-def test_a_few_layers_tell_what_the_whole_model_takes(for_this_machine):
+@pytest.mark.parametrize(
+  "method", [None, pytest.param("kvzip", marks=pytest.mark.slow)]
+)
+def test_a_few_layers_tell_what_the_whole_model_takes(method, for_this_machine):
   """Compiled for this machine: four devices for two KV heads."""
-  chip = here()
-  whole = compiling.compile_use(USE, chip, silent)
+  chip, use = here(), USE
+  if method is not None:
+    plan = kvjax.get_plan(method, kvjax.Retention(0.5))
+    use = dataclasses.replace(USE, name=method, plan=plan)
+  whole = compiling.compile_use(use, chip, silent)
   assert whole.fits
   assert whole.most > whole.sizes.weights + whole.sizes.cache
   # Too little memory, and the first layers stand for all.
   small = dataclasses.replace(chip, hbm_bytes=1000)
-  shallow = compiling.compile_use(USE, small, silent)
+  shallow = compiling.compile_use(use, small, silent)
   assert not shallow.fits
   assert shallow.most == pytest.approx(whole.most, rel=0.05)
   assert shallow.decode.sent == whole.decode.sent

@@ -114,7 +114,7 @@ def test_what_jit_does_not_know_is_refused_in_one_sentence():
 
   request = kvjax.RepeatRequest(first=(1, 2), suffix=(3,))
   asked = dataclasses.replace(PROMPTS, repeat_request=request)
-  kvzip = kvjax.get_plan("kvzip", kvjax.Tokens(9))
+  kvzip = kvjax.get_plan("kvzip", kvjax.Threshold(0.5))
   for call, given in (
     (lambda cache: ask(cache, QUESTIONS), cache),
     (lambda params: kvjax.prefill(MODEL, params, asked, kvzip), PARAMS),

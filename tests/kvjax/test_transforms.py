@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax.cache.sharding import parse_mesh
 from kvjax.testing import TinyModel, kept_positions
 
 MODEL = TinyModel()
@@ -41,13 +42,35 @@ def test_heads_that_share_a_budget_keep_the_same_within_jit(params):
   outside, _ = kvjax.prefill(MODEL, params, PROMPTS, PLANS[1])
   prefill = jax.jit(lambda p: kvjax.prefill(MODEL, p, PROMPTS, PLANS[1]))
   inside, _ = prefill(params)
-  shapes = [jax.tree.map(jnp.shape, cache) for cache in (inside, outside)]
-  assert shapes[0] == shapes[1]
+  assert [leaf.shape for leaf in jax.tree.leaves(inside)] == [
+    leaf.shape for leaf in jax.tree.leaves(outside)
+  ]
   for row in range(2):
     kept = [kept_positions(cache, row) for cache in (inside, outside)]
     assert kept[0] == kept[1]
   counts = np.unique(outside.lengths)
   assert len(counts) > 1
+
+
+@pytest.mark.parametrize("method", ["keydiff", "ada/keydiff"])
+def test_gradients_reach_caches_that_grow_on_a_mesh(params, method):
+  """Positions have no gradient: they are no tracers there."""
+  plan = kvjax.get_plan(method, kvjax.Tokens(12))
+
+  def loss(params):
+    cache, _ = kvjax.prefill(MODEL, params, PROMPTS, plan)
+    arrays = jax.tree.leaves(kvjax.reserve(cache, 5))
+    return sum(
+      jnp.sum(jnp.square(array))
+      for array in arrays
+      if jnp.issubdtype(array.dtype, jnp.floating)
+    )
+
+  expected = jax.grad(loss)(params)
+  with jax.set_mesh(parse_mesh("data:2,model:2")):
+    found = jax.grad(loss)(params)
+  for one, other in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+    np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-4)
 
 
 def test_no_array_of_a_prefill_is_taken_for_a_fault(params):

@@ -142,6 +142,7 @@ NEUTRAL = {
   "mlp_activation": "silu",
   "mlp_gelu": False,
   "non_causal": False,
+  "non_causal_layers": [],
   "nope_layers": [],
   "gated_mlp": True,
   "rope_pct": 1.0,

@@ -46,6 +46,8 @@ from kvjax.models.config import DecoderConfig
     ({"causal": False}, "False for 'causal', which is not supported for llama"),
     ({"use_causal_mask": False}, "'use_causal_mask'"),
     ({"non_causal": True}, "'non_causal'"),
+    ({"not_causal": True}, "'not_causal'"),
+    ({"disable_causal_mask": True}, "'disable_causal_mask'"),
     ({"mlp_activation": "gelu"}, "'gelu' for 'mlp_activation', which is not"),
     (
       {"model_type": "gemma3_text", "mlp_activation": "silu"},
