@@ -139,13 +139,15 @@ class Copy:
     path = self.folder / name
     self._check(name)
     try:
-      content = path.read_bytes()
+      with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        size = file.tell()
     except FileNotFoundError:  # It was removed in the meantime.
       return
-    self._tried[name] = _digest(content)
+    self._tried[name] = digest
     self._place.send(path, name)
     state = _states(self._place.listed()).get(name)
-    if state is None or state[0] != len(content):
+    if state is None or state[0] != size:
       raise self._taken(name)
     self._there[name] = state
     del self._tried[name]
@@ -166,7 +168,8 @@ class Copy:
     if state is None or name not in self._tried:
       raise self._taken(name)
     # The last attempt may have succeeded all the same.
-    if _digest(self._place.read(name)) != self._tried[name]:
+    there = hashlib.sha256(self._place.read(name)).hexdigest()
+    if there != self._tried[name]:
       raise self._taken(name)
 
   def _taken(self, name: str) -> _TakenError:
@@ -345,7 +348,3 @@ def _states(listed: Mapping[str, Mapping[str, Any]]) -> dict[str, _State]:
     )
     for name, about in listed.items()
   }
-
-
-def _digest(content: bytes) -> str:
-  return hashlib.sha256(content).hexdigest()
