@@ -114,7 +114,7 @@ def _compare(chosen: Sequence[Candidate]) -> None:
     return
   summary = run.summary
   summary["about"] = dict(repeated.about)
-  console.print(writing.write_comparison(folder, summary, run.answers))
+  console.print(writing.write_comparison(folder, summary))
   say(f"{run}; all in {folder}")
 
 

@@ -1,7 +1,7 @@
 """Writes the reports of a finished run."""
 
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import rich.console
@@ -14,22 +14,24 @@ from kvjax.experiments.report import (
   run_tables,
 )
 from kvjax.experiments.run import outputs
-from kvjax.experiments.run.results import Answer
 
 
 def write_comparison(
-  folder: pathlib.Path, summary: Mapping[str, Any], answers: Sequence[Answer]
+  folder: pathlib.Path, summary: Mapping[str, Any]
 ) -> rich.console.Group:
   """Writes summary.json, table.md and score_vs_retention.png atomically.
 
   Returns:
     The tables for a terminal.
+
+  Raises:
+    InputError: the folder's samples.jsonl cannot be read.
   """
   # Here, as programs would otherwise start a second later, for matplotlib.
   from kvjax.experiments.report import pictures, score_plots
 
   outputs.write_json(folder / run_files.SUMMARY, summary, outputs.ANSWERS)
-  record = run_files.Record(folder, summary, answers).ranked
+  record = run_files.read(folder).ranked
   outputs.write_text(
     folder / "table.md", compared.markdown(record), outputs.ANSWERS
   )

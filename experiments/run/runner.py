@@ -169,14 +169,18 @@ def _sort_answers(
   """Sorts wanted answers first, followed by those of earlier runs.
 
   Earlier runs may have other methods and samples. Answers of another
-  calibration are left out.
+  calibration are left out, and those of a method that has changed since, such
+  as that of an edited plugin.
   """
   rank = {key: place for place, key in enumerate(wanted)}
+  known = [*(answer.key for answer in store.records.values()), *wanted]
+  newest = {(key.method, key.budget): key.options for key in known}
   return sorted(
     (
       answer
       for answer in store.records.values()
-      if answer.key in rank or not answer.budget.startswith(AUTO)
+      if answer.options == newest[answer.method, answer.budget]
+      and (answer.key in rank or not answer.budget.startswith(AUTO))
     ),
     key=lambda answer: rank.get(answer.key, len(rank)),
   )

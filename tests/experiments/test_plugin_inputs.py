@@ -1,6 +1,8 @@
 """Methods in files of one's own, which --plugins names."""
 
 import importlib
+import json
+import re
 
 import pytest
 
@@ -145,3 +147,39 @@ def test_hosts_meet_before_it_computes(tmp_path, run_binary, port):
   )
   assert compared.returncode == 2
   assert "sign" in compared.stderr
+
+
+@pytest.mark.slow
+def test_tables_have_the_answers_of_the_last_version_of_a_file(
+  run_binary, tiny_directory, tmp_path
+):
+  path, folder = tmp_path / "mine.py", tmp_path / "out"
+
+  def rows(*methods):
+    done = run_binary(
+      "kvjax.experiments.compare",
+      *(f"--model={tiny_directory}", "--length=320", "--tasks=niah_single_1"),
+      *(
+        "--samples=3",
+        "--retention=0.5,0.25",
+        f"--methods={','.join(methods)}",
+      ),
+      *(f"--plugins={path}", f"--output={folder}"),
+    )
+    assert done.returncode == 0, done.stderr
+    summary = json.loads((folder / "summary.json").read_text())
+    return {(row["method"], row["options"]): row for row in summary["rows"]}
+
+  path.write_text(METHOD)
+  first = rows("oldest_of_a_file", "keydiff")
+  path.write_text(METHOD.replace("self.sign *", "2 * self.sign *"))
+  second = rows("oldest_of_a_file")
+  assert first.keys() != second.keys()
+  assert [name for name, _ in second] == ["full", "oldest_of_a_file", "keydiff"]
+  assert {row["samples"] for row in second.values()} == {3}
+  # An interval, too, where the last run had no answers.
+  line, _ = re.findall(r"\| keydiff .*", (folder / "table.md").read_text())[:2]
+  assert re.fullmatch(r"\| keydiff \|  (\| \d\S* (±|\()\S+ ){2}\|", line)
+  # What was there before the edit, if that is undone.
+  path.write_text(METHOD)
+  assert rows("oldest_of_a_file").keys() == first.keys()

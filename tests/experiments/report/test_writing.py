@@ -134,8 +134,10 @@ def test_means_without_a_full_cache_are_plotted_too(summary):
 
 
 def test_all_files_of_a_comparison_are_written_whole(summary, tmp_path):
-  writing.write_comparison(tmp_path, summary, [])
+  (tmp_path / "samples.jsonl").touch()
+  writing.write_comparison(tmp_path, summary)
   assert {path.name for path in tmp_path.iterdir()} == {
+    "samples.jsonl",
     "summary.json",
     "table.md",
     "score_vs_retention.png",
