@@ -295,6 +295,26 @@ def shard_stack[L: Layer](stack: L) -> L:
   return stack.place(functools.partial(_constrain, leading=1))
 
 
+def put_stack[L: Layer](stack: L) -> L:
+  """Shards a stack of layers that nothing else refers to, outside of programs.
+
+  Arrays that are where they belong are not copied: the new stack shares them.
+  """
+  return stack.place(_put)
+
+
+def _put[Tree](tree: Tree, axes: Sequence[str]) -> Tree:
+  if jax.sharding.get_abstract_mesh().empty:
+    return tree
+
+  def put(leaf: jax.Array) -> jax.Array:
+    spec = layer_spec(leaf.shape, axes, leading=1)
+    stays = spec is None or is_on_host(leaf)
+    return leaf if stays else jax.device_put(leaf, spec)
+
+  return jax.tree.map(put, tree)
+
+
 def layer_spec(
   shape: Sequence[int], axes: Sequence[str], leading: int = 0
 ) -> PartitionSpec | None:
@@ -325,13 +345,11 @@ def _constrain[Tree](tree: Tree, axes: Sequence[str], leading: int) -> Tree:
     return tree
 
   def constrain(leaf: jax.Array) -> jax.Array:
+    # Outside of programs a constraint would move a host array to the devices.
+    stays = is_on_host(leaf) and not isinstance(leaf, jax.core.Tracer)
     spec = layer_spec(leaf.shape, axes, leading)
-    if spec is None:
+    if spec is None or stays:
       return leaf
-    if isinstance(leaf, jax.core.Tracer):
-      return jax.lax.with_sharding_constraint(leaf, spec)
-    # A constraint would copy what is there already, and move host arrays to the
-    # devices.
-    return leaf if is_on_host(leaf) else jax.device_put(leaf, spec)
+    return jax.lax.with_sharding_constraint(leaf, spec)
 
   return jax.tree.map(constrain, tree)

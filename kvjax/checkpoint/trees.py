@@ -11,7 +11,7 @@ from jaxtyping import Shaped
 
 from kvjax.allocation.base import Uniform
 from kvjax.cache.cache import Cache
-from kvjax.cache.sharding import shard_stack
+from kvjax.cache.sharding import put_stack
 from kvjax.engine.compression_plan import Plan
 from kvjax.errors import InputError
 from kvjax.hosts import read, spread
@@ -131,7 +131,7 @@ def restore(
     )
   made = _make(cls, fields)
   if isinstance(made, Cache):
-    stacks = tuple(shard_stack(stack).offload() for stack in made.stacks)
+    stacks = tuple(put_stack(stack).offload() for stack in made.stacks)
     return dataclasses.replace(made, stacks=stacks)
   return made
 

@@ -78,7 +78,7 @@ def test_a_full_disk_leaves_the_last_checkpoint(tmp_path, monkeypatch, error):
     patched.setattr(checkpoints._checkpointer, "load", fail(error))
     refused(
       lambda: checkpoints.latest(state),
-      f"checkpoints 512, 256 in {tmp_path} are",
+      f"No checkpoint in {tmp_path} can be read .512, 256.; remove them",
     )
 
 
