@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
+from jaxtyping import Shaped
 
 from kvjax import files
 from kvjax.cache.sharding import layer_spec
@@ -46,7 +47,7 @@ def read_arrays(saved: Any, directory: pathlib.Path) -> Arrays:
 
 def _wanted(
   array: jax.ShapeDtypeStruct, place: NamedSharding | None
-) -> np.ndarray | jax.ShapeDtypeStruct:
+) -> Shaped[np.ndarray, "..."] | jax.ShapeDtypeStruct:
   """What orbax is asked for; it reads to the host what is an array of NumPy."""
   if place is None:
     return np.empty(array.shape, array.dtype)
@@ -60,7 +61,7 @@ def _shardings(stacks: Any, arrays: Abstract) -> dict[str, NamedSharding]:
   if mesh.empty:
     return places
 
-  def place(arrays: Mapping[str, jax.Array]) -> None:
+  def place(arrays: Mapping[str, Shaped[jax.Array, "..."]]) -> None:
     names = {id(array): path for path, array in arrays.items()}
 
     def record(tree: Any, axes: Sequence[str]) -> Any:
