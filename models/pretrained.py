@@ -88,6 +88,7 @@ class Pretrained:
     budget: float | Budget | PerLayer | Calibrated | Threshold = 0.5,
     *,
     schedule: Schedule = WHOLE,
+    decoding: Plan | None = None,
   ) -> Chat:
     """Prefills a text and compresses its cache, to ask questions about it.
 
@@ -97,16 +98,19 @@ class Pretrained:
         method.
       budget: share of the text to keep (a float), tokens to keep (an integer),
         or a budget, as in `kvjax.get_plan`.
-      schedule: when the method evicts. `kvjax.models.Chat` takes any plan.
+      schedule: when the method evicts.
+      decoding: what evicts while answers are decoded, if the method or the
+        budget is another; see `kvjax.Plan`, all of whose options
+        `kvjax.models.Chat` takes.
 
     Raises:
       InputError: the name stands for no method, the budget is out of range, or
         the text is none, empty, or longer than the model's context.
     """
     if isinstance(method, Method):
-      plan = Plan(method, budget, schedule=schedule)
+      plan = Plan(method, budget, schedule=schedule, decoding=decoding)
     else:
-      plan = get_plan(method, budget, schedule=schedule)
+      plan = get_plan(method, budget, schedule=schedule, decoding=decoding)
     return Chat(self, text, plan)
 
   def prompts(self, texts: str | Sequence[str]) -> Prompts:

@@ -302,7 +302,8 @@ class Plan:
     elif self.spread.ragged:
       reason = (
         f"the heads of {self.name} keep different numbers of tokens, which "
-        "cannot be evicted from again"
+        "cannot be evicted from again; let each keep as many, as those of "
+        "kvzip:level=head do"
       )
     elif self.sparse is not None or self.kv_dtype is not None:
       reason = (

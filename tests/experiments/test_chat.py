@@ -138,6 +138,16 @@ def test_a_share_is_evicted_in_every_turn(tiny, method):
   assert chat.cache.nbytes > 0
 
 
+def test_another_method_may_evict_while_answering(tiny):
+  """What is kept while answering is what the later plan keeps."""
+  later = kvjax.get_plan("streaming", 16, schedule=kvjax.Schedule(every=8))
+  chat = tiny.compress(TEXT, "keydiff", 0.9, decoding=later)
+  plan = kvjax.get_plan("keydiff", 0.9, decoding=later)
+  other = kvjax.models.Chat(tiny, TEXT, plan)
+  assert chat.ask(QUESTIONS[0], 8) == other.ask(QUESTIONS[0], 8)
+  assert (chat.cache.layers[0].positions >= 0).sum(-1).max() <= 16 + 8
+
+
 def test_too_much_is_refused_before_anything_is_allocated(tiny):
   chat = tiny.compress(TEXT, "full", 1.0)
   size = chat.cache.nbytes
