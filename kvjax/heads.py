@@ -10,16 +10,19 @@ from kvjax.struct import struct
 class Head:
   """One KV head of one row.
 
-  Compute scores from `keys`, `values`, `positions` and the queries. Some slots
-  may be empty: `valid` is False there, and keys and values are zero, so take
-  means over valid slots only. `cached_keys` and `cached_values` are what the
-  cache stores, and may be NaN in empty slots.
+  Compute scores from `keys`, `values`, `positions` and the queries. Tokens are
+  in the order of their positions, the oldest first. Some slots may be empty, at
+  the end or between tokens: `valid` is False there, and keys and values are
+  zero, so take means over valid slots only. `cached_keys` and `cached_values`
+  are what the cache stores, and may be NaN in empty slots.
 
   Attributes:
     cached_keys: rotated keys in the cache's dtype; arbitrary in empty slots.
     cached_values: values in the cache's dtype; arbitrary in empty slots.
     positions: position of each token in its row, -1 for empty.
-    queries: the block's rotated queries of the G query heads of this KV head.
+    queries: rotated queries of the G query heads of this KV head: all of a
+      prompt that is read as a whole. Between blocks and while decoding there
+      are none, and S is 0.
     query_positions: position of each query, -1 for padding.
   """
 
