@@ -47,25 +47,34 @@ def test_linked_files_exist():
   assert all((ROOT / link).exists() for link in links)
 
 
-# The folders that the first two steps of the recipe change, and their imports.
+OWN, PART = "Add a method", "Make a method part of kvjax"
+# The folders that a new method of kvjax changes, and their imports.
 SOURCES = ("kvjax", "kernels", "models", "experiments")
 
 
-def follow(folder, *, without=()):
-  """Adds the recipe's method to a copy of the tree; returns its check."""
-  for name in SOURCES:
-    ignored = shutil.ignore_patterns("__pycache__", *without)
-    shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=ignored)
-  (file, method), (registry, entry), (_, check) = blocks(
-    section("Add a method")
-  )
-  assert not (folder / file).exists()
+def write_own(folder):
+  """Writes the recipe's file; returns its check."""
+  (file, method), (_, check) = blocks(section(OWN))
   (folder / file).write_text(method)
+  return check
+
+
+def follow(folder):
+  """Makes the recipe's method part of a copy of the tree."""
+  for name in SOURCES:
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=ignored)
+  (file, method), _ = blocks(section(OWN))
+  ((registry, entry),) = blocks(section(PART))
+  moved = folder / "kvjax" / "methods" / file
+  assert not moved.exists()
+  *lines, last = method.replace("import kvjax\n", "").splitlines(keepends=True)
+  assert last.startswith("kvjax.register(")
+  moved.write_text("".join(lines))
   path = folder / registry
   imported, line = filter(None, entry.splitlines())
   source = path.read_text()
   path.write_text(f"{imported}\n{source}  {line}\n")
-  return check
 
 
 def methods_of(page):
@@ -76,32 +85,41 @@ def methods_of(page):
 def run_in(folder, *arguments):
   return subprocess.run(
     [sys.executable, *map(str, arguments)],
-    env=os.environ | {"PYTHONPATH": str(folder)},
+    env=os.environ | {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"},
     cwd=folder,
     capture_output=True,
     text=True,
   )
 
 
-def test_a_method_takes_a_file_and_a_line(tmp_path):
-  """In a copy of the tree; its name is then known to a sweep."""
-  check = follow(tmp_path, without=("paper_experiments", "tpu"))
-  check += textwrap.dedent("""
-    import pathlib, sys
-    from kvjax.testing import TinyModel
-    assert kvjax.__file__.startswith(sys.argv[1])
-    plans = [
-      kvjax.get_plan(name, kvjax.Tokens(5))
-      for name in ("big_values", "ada/big_values:power=1")
-    ]
-    model = TinyModel(kvjax.Geometry.uniform(1, 4, 2, 8, 64))
-    prompts = kvjax.Prompts.of([list(range(40))])
-    caches, _ = kvjax.sweep(model, model.init(), prompts, plans)
-    print(*(int(cache.lengths.sum()) for cache in caches))
-  """)
-  done = run_in(tmp_path, "-c", check, tmp_path)
+SWEEP = """
+import kvjax
+from kvjax.testing import TinyModel
+
+plans = [
+  kvjax.get_plan(name, kvjax.Tokens(5))
+  for name in ("big_values", "ada/big_values:power=1")
+]
+model = TinyModel(kvjax.Geometry.uniform(1, 4, 2, 8, 64))
+prompts = kvjax.Prompts.of([list(range(40))])
+caches, _ = kvjax.sweep(model, model.init(), prompts, plans)
+print(*(int(cache.lengths.sum()) for cache in caches))
+"""
+
+
+def test_a_method_takes_a_file(tmp_path):
+  """Its name is then known to a sweep."""
+  done = run_in(tmp_path, "-c", f"{write_own(tmp_path)}{SWEEP}")
   assert done.returncode == 0, done.stderr
   assert done.stdout == "10 10\n"
+
+
+def test_a_method_of_kvjax_takes_a_line_more(tmp_path):
+  """In a copy of the tree, which knows the name by itself."""
+  follow(tmp_path)
+  done = run_in(tmp_path, "-c", f"{SWEEP}print(kvjax.__file__)")
+  assert done.returncode == 0, done.stderr
+  assert done.stdout.startswith(f"10 10\n{tmp_path}/")
 
 
 SMALL = "--model=reference --length=320 --samples=1 --retention=0.5"
@@ -115,37 +133,24 @@ def shell(tmp_path):
   page_commands.write_kvjax(programs, {"compare": SMALL})
   path = os.pathsep.join([str(programs), os.environ["PATH"]])
 
-  def run(title, **variables):
+  def run(title):
     commands = page_commands.commands(section(title))
     assert commands
     for command in commands:
-      environment = os.environ | {"PATH": path} | variables
-      page_commands.run(command, tmp_path, environment)
+      page_commands.run(command, tmp_path, os.environ | {"PATH": path})
 
   return run
 
 
 @pytest.mark.slow
 def test_the_method_is_compared_and_ranked(tmp_path, shell):
-  """By the commands of the recipe, which find the changed tree."""
-  follow(tmp_path)
-  shell("Add a method", PYTHONPATH=str(tmp_path))
+  """By the commands of the recipe, which read its file."""
+  write_own(tmp_path)
+  shell(OWN)
   ranked = (tmp_path / "results/leaderboard/leaderboard.md").read_text()
   assert {"big_values", "keydiff"} <= {
     *re.findall(r"^\| \d+ \| (\w+)", ranked, re.M)
   }
-
-
-@pytest.mark.slow
-def test_a_method_in_a_file_of_its_own_is_compared(tmp_path, shell):
-  title = "Keep a method in your own file or package"
-  (registered,) = re.findall(r"ends with `(.*?)`", section(title))
-  (_, method), *_ = blocks(section("Add a method"))
-  text = f"{method}\nimport kvjax\n\n{registered}\n"
-  (tmp_path / "big_values.py").write_text(text)
-  shell(title)
-  table = (tmp_path / "results" / "demo" / "table.md").read_text()
-  assert "big_values" in table
 
 
 @pytest.mark.slow
@@ -158,7 +163,7 @@ def test_the_tests_pass_with_one_more_method(tmp_path):
       shutil.copy(path, tmp_path)
   for name in ("docs", "notebooks"):
     shutil.copytree(ROOT / name, tmp_path / name)
-  ((file, row),) = blocks(section("Add a method"), "markdown")
+  ((file, row),) = blocks(section(PART), "markdown")
   page = tmp_path / file
   *_, last = methods_of(page).splitlines(keepends=True)
   page.write_text(page.read_text().replace(last, last + row))
@@ -258,9 +263,7 @@ def test_methods_of_every_kind_pass_the_tests(tmp_path):
 
 
 def test_the_entry_point_is_where_ours_look():
-  ((_, lines),) = blocks(
-    section("Keep a method in your own file or package"), "toml"
-  )
+  ((_, lines),) = blocks(section("Keep a method in your own package"), "toml")
   group = lines.splitlines()[0]
   example = (ROOT / "tests" / "plugins" / "pyproject.toml").read_text()
   assert group in example.splitlines()
