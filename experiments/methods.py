@@ -73,7 +73,7 @@ def page(name: str) -> str:
   kind = METHODS if METHODS.find(base) is not None else RETRIEVALS
   if kind.find(base) is None:
     known = [*METHODS, *METHODS.presets, *RETRIEVALS, *RETRIEVALS.presets]
-    raise unknown(name, known, [*METHODS, *RETRIEVALS])
+    raise unknown(name, known)
   made = get_recipe(name) if kind is METHODS else get_retrieval(name)
   family = base.partition(".")[0]
   presets = ", ".join(f"{family}.{each}" for each in kind[family].presets)

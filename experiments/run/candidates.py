@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import kvjax
@@ -152,8 +152,7 @@ def candidates(
   if not names or not budgets:
     raise InputError("There is nothing to compare; name a method and a budget.")
   everything = kvjax.Retention(1.0)
-  for name in names:
-    kvjax.get_plan(name, everything)
+  _check_names(names)
   full = kvjax.get_plan(FULL, everything, per_query_head=per_query_head)
   result = [Candidate(FULL, full)]
   for name in names:
@@ -184,6 +183,22 @@ def candidates(
       "it, with --retention=1 to keep the whole prompt."
     )
   return tuple(result)
+
+
+def _check_names(names: Iterable[str]) -> None:
+  """Refuses names that cannot be read, all at once.
+
+  Raises:
+    InputError: there are some; a sentence tells of each.
+  """
+  sentences = []
+  for name in names:
+    try:
+      kvjax.get_plan(name, kvjax.Retention(1.0))
+    except InputError as error:
+      sentences.append(str(error))
+  if sentences:
+    raise InputError(" ".join(sentences))
 
 
 def parse_thresholds(texts: Sequence[str]) -> list[Given]:

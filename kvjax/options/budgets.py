@@ -88,9 +88,12 @@ class Retention:
   def __post_init__(self) -> None:
     check_number("A retention", self.share)
     if not 0 < self.share <= 1:
+      hint = ""
+      if self.share in range(2, 101):
+        hint = f" ({self.share:g} % is {self.share / 100:g})"
       raise InputError(
         f"Retention is the share of the prompt that is kept, above 0 and at "
-        f"most 1; {self.share:g} is not."
+        f"most 1; {self.share:g} is not{hint}."
       )
     check_options(self)
     object.__setattr__(self, "share", float(self.share))

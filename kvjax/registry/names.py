@@ -53,7 +53,7 @@ def get_recipe(name: str) -> Recipe:
   """
   path = name.strip().partition(":")[0]
   if path.endswith(".py"):
-    raise unknown(path, (), ())
+    raise unknown(path, ())
   before, last = split_prefixes(name.strip())
   names = [text.partition(":")[0] for text in before]
   kinds = collections.Counter(
@@ -247,7 +247,7 @@ def get_plan(
   if not is_retrieval:
     if not slash and METHODS.find(base) is None:
       known = [*METHODS, *METHODS.presets, *RETRIEVALS, *RETRIEVALS.presets]
-      raise unknown(base, known, [*METHODS, *RETRIEVALS])
+      raise unknown(base, known)
     recipe = get_recipe(name)
     return Plan(
       recipe.method,

@@ -27,7 +27,7 @@ def make_named(name: str, names: Names) -> Any:
   base, *options = split_options(name)
   made = names.find(base)
   if made is None:
-    raise unknown(base, [*names, *names.presets], names)
+    raise unknown(base, [*names, *names.presets])
   return with_options(base, made, options)
 
 
@@ -42,27 +42,21 @@ def split_options(text: str) -> list[str]:
   return re.split(r":(?!//)", text)
 
 
-def unknown(
-  base: str, known: Iterable[str], methods: Iterable[str]
-) -> InputError:
+def unknown(base: str, known: Iterable[str]) -> InputError:
   """Makes the error of a name that stands for no method.
 
   Args:
     base: the name.
     known: names that may have been meant.
-    methods: those to list where none is similar.
   """
   if base.endswith(".py"):
     return InputError(
-      f"A method has a name, and {base} is a file; put its class into a "
-      "package with an entry point, as CONTRIBUTING.md shows, and give the "
-      "entry point's name."
+      f"A method has a name, and {base} is a file; give the file to --plugins, "
+      "or import it in Python, and give the name that it registers."
     )
-  guess = suggest(base, known)
-  listed = f"the methods are {', '.join(methods)}"
   return InputError(
-    f"There is no method {base!r}{guess}; "
-    f"{'kvjax methods lists all' if guess else listed}."
+    f"There is no method {base!r}{suggest(base, known)}; kvjax methods lists "
+    "all, and --plugins reads a file of your own."
   )
 
 

@@ -30,6 +30,16 @@ def test_a_comparison_has_all_methods_by_default():
   assert without == {"finch", "kvzap", "fast_kvzip", "triattention"}
 
 
+def test_all_names_that_cannot_be_read_are_told():
+  names = ["keydif", "random", "snapkv:windo=8", "zzz"]
+  with pytest.raises(InputError) as raised:
+    candidates(names, [kvjax.Retention(0.5)])
+  said = str(raised.value)
+  assert re.findall(r"no (\w+ '\w+')", said) == [
+    *("method 'keydif'", "option 'windo'", "method 'zzz'")
+  ]
+
+
 def test_numbers_joined_by_plus_signs_are_those_of_layers():
   half, quarter = kvjax.Retention(0.5), kvjax.Retention(0.25)
   assert parse_budgets(["0.5", "0.5+0.25"], None) == [

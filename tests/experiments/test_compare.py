@@ -164,10 +164,12 @@ def test_a_threshold_has_a_retention_of_its_own(
   ("arguments", "sentence"),
   [
     (["--methods=keydif"], "no method 'keydif' (did you mean keydiff or "),
+    (["--methods=zzz"], "--plugins reads a file of your own."),
     (["--methods=keydiff:anchr=x"], "no option 'anchr' (did you mean anchor"),
     (["--methods="], "nothing to compare"),
     (["--retention=0"], "above 0 and at most 1; 0 is not."),
     (["--retention=1.7"], "above 0 and at most 1; 1.7 is not."),
+    (["--retention=0.5,25"], "above 0 and at most 1; 25 is not (25 % is 0.25)"),
     (["--retention=half"], "--retention takes numbers such as 0.5,0.25"),
     (["--budget=0"], "A budget of 0 tokens keeps nothing"),
     (["--budget=64", "--retention=.5"], "--retention and --budget do not go"),

@@ -51,7 +51,9 @@ def test_budgets_are_taken_alike(name, number, budget):
 @pytest.mark.parametrize(
   ("number", "said"),
   [
-    (1.5, "above 0 and at most 1; 1.5 is not"),
+    (1.5, r"above 0 and at most 1; 1\.5 is not\.$"),
+    (50.0, r"at most 1; 50 is not \(50 % is 0\.5\)\.$"),
+    (101.0, r"at most 1; 101 is not\.$"),
     (0.0, "above 0 and at most 1; 0 is not"),
     (0, "keeps nothing"),
     (1, "A budget of 1 is one token, .* give 1.0 to keep everything"),
