@@ -6,11 +6,12 @@
 prints every method with its presets, and the names that are put before a
 method's name. Methods of installed packages and of --plugins are among them.
 With names as --methods takes them, or those before a method's name, it prints
-what each keeps, its options with their values, and its presets.
+what each keeps, its options with their values and meanings, and its presets.
 It takes less than ten seconds.
 """
 
 import dataclasses
+import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -20,8 +21,9 @@ from absl import flags
 from kvjax.errors import InputError
 from kvjax.experiments import cli
 from kvjax.experiments.inputs import plugin_inputs
+from kvjax.options.bounds import choices_of
 from kvjax.registry.names import get_recipe, get_retrieval, split_prefixes
-from kvjax.registry.parsing import options_of, unknown
+from kvjax.registry.parsing import owners_of, unknown
 from kvjax.registry.registry import METHODS, RETRIEVALS, Entry, Recipe
 from kvjax.registry.wrappers import WRAPPERS
 
@@ -29,6 +31,10 @@ flags.adopt_module_key_flags(plugin_inputs)
 
 # Columns of a terminal, and those of the names.
 _WIDTH, _NAMES = 80, 22
+_LEGEND = (
+  "Each line: a name, the method, its paper, and presets of its options.\n"
+  "kvjax methods NAME tells of one, with its options and what they mean."
+)
 
 
 def main(names: Sequence[str]) -> None:
@@ -47,10 +53,11 @@ def listing() -> str:
     ),
     "Before a method's name, as in ada/snapkv": prefixes.items(),
   }
-  return "\n\n".join(
+  tables = (
     "\n".join([f"{title}:", *(_entry(*line) for line in lines)])
     for title, lines in groups.items()
   )
+  return "\n\n".join([_LEGEND, *tables])
 
 
 def page(name: str) -> str:
@@ -80,7 +87,7 @@ def page(name: str) -> str:
   parts = [
     _entry(name, _about(kind[family])),
     _entry("", _doc(kind.find(base))),
-    *_options(options_of(made)),
+    *_options(owners_of(made)),
     _entry("", f"Presets: {presets}" if presets else ""),
   ]
   return "\n".join(filter(str.strip, parts))
@@ -89,18 +96,42 @@ def page(name: str) -> str:
 def _page_of_prefix(name: str) -> str:
   """Describes a prefix by itself, with its options and their defaults."""
   wrapper = WRAPPERS[name]
-  defaults = {
-    field.name: field.default
-    for field in dataclasses.fields(wrapper.outer)
+  outer = wrapper.outer
+  owners = {
+    field.name: outer
+    for field in dataclasses.fields(outer)
     if field.default is not dataclasses.MISSING
     and field.metadata.get("option", True)
     and field.name != "over"
   }
-  return "\n".join([_entry(f"{name}/", wrapper.summary), *_options(defaults)])
+  return "\n".join([_entry(f"{name}/", wrapper.summary), *_options(owners)])
 
 
-def _options(options: Mapping[str, Any]) -> list[str]:
-  return [_entry(f"  {name}", _value(value)) for name, value in options.items()]
+def _options(owners: Mapping[str, Any]) -> Iterator[str]:
+  """Yields the value of each option, and what it means.
+
+  Args:
+    owners: by option, what has it: a part of a method, or a class with the
+      defaults of all of them.
+  """
+  for name, owner in owners.items():
+    made = owner if isinstance(owner, type) else type(owner)
+    value = getattr(owner, name)
+    others = [one for one in choices_of(made).get(name, ()) if one != value]
+    choices = f" (or {', '.join(others)})" if others else ""
+    yield _entry(f"  {name}", f"{_value(value)}{choices}")
+    yield _entry("", _meaning(made, name))
+
+
+def _meaning(made: type, option: str) -> str:
+  """What the docstring of a class, or of one that it extends, says of it."""
+  for cls in made.__mro__:
+    _, _, listed = (cls.__doc__ or "").partition("Attributes:\n")
+    # What follows is indented like the option, or less.
+    found = re.search(rf"^( +){option}: (.*\n(?:\1 +.*\n)*)", listed, re.M)
+    if found:
+      return " ".join(found[2].split())
+  return ""
 
 
 def _value(given: Any) -> str:

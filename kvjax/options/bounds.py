@@ -218,7 +218,7 @@ def check_choice(method: type, option: str, value: object) -> None:
   Raises:
     InputError: the value is not; the message names the choices.
   """
-  choices = _choices(method).get(option)
+  choices = choices_of(method).get(option)
   if choices is not None and value not in choices:
     raise InputError(
       f"{option} must be one of {', '.join(choices)}; {value!r} is not."
@@ -226,8 +226,8 @@ def check_choice(method: type, option: str, value: object) -> None:
 
 
 @functools.cache
-def _choices(method: type) -> Mapping[str, tuple[str, ...]]:
-  """The choices of each `Literal` field."""
+def choices_of(method: type) -> Mapping[str, tuple[str, ...]]:
+  """Returns the choices of each `Literal` field."""
   return {
     name: get_args(hint)
     for name, hint in _hints(method).items()

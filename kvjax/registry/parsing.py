@@ -126,15 +126,18 @@ def _option_names(part: Any) -> list[str]:
   ]
 
 
-def options_of(made: Any) -> dict[str, Any]:
-  """Returns the options of a method or a recipe, and their present values."""
+def owners_of(made: Any) -> dict[str, Any]:
+  """Returns the options of a method or a recipe, and the part that has each."""
   parts = [part for _, part in _parts(made, nested=True)]
   # Of options of the same name, a name sets that of the first part.
   return {
-    name: getattr(part, name)
-    for part in reversed(parts)
-    for name in _option_names(part)
+    name: part for part in reversed(parts) for name in _option_names(part)
   }
+
+
+def options_of(made: Any) -> dict[str, Any]:
+  """Returns the options of a method or a recipe, and their present values."""
+  return {name: getattr(part, name) for name, part in owners_of(made).items()}
 
 
 def _all_options(made: Any, nested: bool) -> list[str]:

@@ -1,6 +1,7 @@
 """The list of methods."""
 
 import dataclasses
+import re
 
 import pytest
 from made_up_gates import write_kvzap
@@ -8,6 +9,7 @@ from made_up_gates import write_kvzap
 import kvjax
 from kvjax.errors import InputError
 from kvjax.experiments import methods
+from kvjax.registry.parsing import owners_of
 from kvjax.registry.registry import METHODS, RETRIEVALS
 from kvjax.registry.wrappers import WRAPPERS
 
@@ -42,6 +44,8 @@ def test_a_page_has_options_values_and_presets():
   assert second.strip().startswith("Keeps the observation window")
   rows = [line.split() for line in lines]
   assert ["window", "32"] in rows
+  at = rows.index(["pooling", "avg", "(or", "max)"])
+  assert rows[at + 1][:3] == ['"avg"', "divides", "by"]
   assert ["paper_postproc", "false"] in rows
   assert "Presets: snapkv.orig, snapkv.longbench" in " ".join(lines)
   # Those of the allocation, too; and a preset has its own.
@@ -67,6 +71,42 @@ def test_a_page_has_options_values_and_presets():
     methods.page("ctkv")
 
 
+def pairs(lines):
+  return zip(*2 * [iter(lines)], strict=True)
+
+
+def test_every_option_has_a_meaning():
+  """As its class says, or one that this extends: of presets and prefixes too."""
+  names = [*METHODS, *METHODS.presets, *RETRIEVALS, *RETRIEVALS.presets]
+  for name in [*names, *WRAPPERS]:
+    _, *lines = methods.page(name).splitlines()
+    options = [at for at, x in enumerate(lines) if re.match(r" {4}\w", x)]
+    for at in options:
+      below = [*lines, ""][at + 1]
+      assert re.match(r" {22}[^P]", below), (name, lines[at])
+
+
+@dataclasses.dataclass(frozen=True)
+class Farther(kvjax.methods.SnapKV):
+  """Another window.
+
+  Attributes:
+    window: how far it
+      looks: to the end.
+    reach: the end.
+  """
+
+  reach: int = 3
+
+
+def test_the_meaning_is_the_whole_paragraph_of_the_nearest_class():
+  lines = methods._options(owners_of(Farther()))
+  said = {" ".join(x.split()): " ".join(y.split()) for x, y in pairs(lines)}
+  assert said["window 32"] == "how far it looks: to the end."
+  assert said["reach 3"] == "the end."
+  assert said["kernel 5"].endswith("with stride 1; 1 for none.")
+
+
 @dataclasses.dataclass(frozen=True)
 class Newest(kvjax.methods.HeadwiseMethod):
   """Keeps the newest tokens of a test.
@@ -87,7 +127,7 @@ def test_a_page_of_a_method_with_a_file(tmp_path):
   gate = write_kvzap(tmp_path / "gate", 32, 2, 2)
   said = methods.page(f"ada/kvzap:gate={gate}:level=head")
   assert "2601.07891" in said
-  assert ["level", "head"] in map(str.split, said.splitlines())
+  assert re.search(r"^ +level +head \(or .*\)$", said, re.M)
 
 
 def test_a_method_without_a_summary_is_listed_by_its_docstring(monkeypatch):
