@@ -77,8 +77,9 @@ class Estimate(NamedTuple):
 
   def __str__(self) -> str:
     return (
-      f"Expect about {in_words(self.seconds)} here, or less, "
-      "and a few minutes more where programs are compiled first."
+      f"Expect about {in_words(self.seconds)} here, or less. The first time, "
+      "programs are compiled, which adds some seconds for each method, budget "
+      "and length."
     )
 
 

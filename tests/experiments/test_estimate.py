@@ -189,3 +189,9 @@ def test_this_device_has_rates(mesh):
 )
 def test_times_are_rounded_to_one_digit(seconds, text):
   assert estimate.in_words(seconds) == text
+
+
+def test_an_estimate_says_what_it_leaves_out():
+  said = str(estimate.Estimate(57.0))
+  assert said.startswith("Expect about 1 min here, or less. The first time, ")
+  assert "are compiled, which adds some seconds for each method" in said
