@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.collections import LineCollection
+from matplotlib.transforms import ScaledTranslation
 
 # From the color-blind palettes of Okabe and Ito and of Tol. Markers and dashes
 # differ as well, and no two lines share all three.
@@ -18,8 +19,10 @@ _COLORS = (
 )
 _MARKERS = "osD^vXp*<>h"
 _DASHES = ((), (7, 1.5), (3, 1), (5, 1, 1.5, 1), (1.5, 0.8))
-# Width in points and opacity of the bars of intervals, which may overlap.
-_BAR, _FAINT, _CAP = 1.2, 0.6, 4.5
+# Width in points, opacity and caps of the bars of intervals.
+_BAR, _FAINT, _CAP = 1.2, 0.6, 2.0
+# From one of these bars to the next, in points.
+_BESIDE = 2.0
 _GRAY, _PALE = "#666666", "#D0D0D0"
 # Minimum distance of two labels in score points, at the default height.
 _LABEL_GAP = 5.4
@@ -87,13 +90,20 @@ def size(lines: Sequence[Line]) -> tuple[float, float]:
 
 
 def draw(axes: Axes, lines: Sequence[Line]) -> None:
-  """Draws the lines, and reference levels over the full width."""
+  """Draws the lines, and reference levels over the full width.
+
+  Points stand where they are; the bars of their intervals stand side by side,
+  in the order of the labels, as most of them would hide others.
+  """
+  barred = sorted((x for x in lines if x.name and not x.level), key=_rank)
+  middle = (len(barred) - 1) / 2
+  shifts = {x.name: _BESIDE * (n - middle) for n, x in enumerate(barred)}
   for line in lines:
     x, scores = np.array([point[:2] for point in line.points]).T
     if not line.name:
       axes.plot(x, scores, color=_PALE, linewidth=0.8, zorder=1)
       continue
-    _draw_intervals(axes, line)
+    _draw_intervals(axes, line, shifts.get(line.name, 0.0))
     if line.level:
       axes.axhline(
         scores[-1], color=line.color, linewidth=0.8, zorder=1, label=line.name
@@ -115,8 +125,11 @@ def draw(axes: Axes, lines: Sequence[Line]) -> None:
     )
 
 
-def _draw_intervals(axes: Axes, line: Line) -> None:
+def _draw_intervals(axes: Axes, line: Line, shift: float) -> None:
   """Draws bars with caps behind the points that all lines do not share."""
+  moved = axes.transData + ScaledTranslation(
+    shift / 72, 0, axes.get_figure(root=True).dpi_scale_trans
+  )
   for point in line.points[line.shared :]:
     if point.interval is not None:
       axes.plot(
@@ -129,15 +142,13 @@ def _draw_intervals(axes: Axes, line: Line) -> None:
         alpha=_FAINT,
         zorder=1.5,
         clip_on=False,
+        transform=moved,
       )
 
 
 def draw_labels(axes: Axes, lines: Sequence[Line]) -> None:
   """Labels the lines at the right, each as close to its end as possible."""
-  lines = sorted(
-    (line for line in lines if line.name),
-    key=lambda line: [p.score for p in line.points[::-1]],
-  )
+  lines = sorted((line for line in lines if line.name), key=_rank)
   share = axes.get_ylim()[1] / heights(100)[1]
   places = [share * at for at in spread([_end(line) / share for line in lines])]
   labeled = list(zip(places, lines, strict=True))
@@ -167,6 +178,11 @@ def draw_labels(axes: Axes, lines: Sequence[Line]) -> None:
 def heights(top: float) -> tuple[float, float]:
   """Limits of an axis of scores up to `top`, with room for markers."""
   return -0.03 * top, 1.03 * top
+
+
+def _rank(line: Line) -> list[float]:
+  """Sorts lines by their last score, then by those before it."""
+  return [point.score for point in line.points[::-1]]
 
 
 def _end(line: Line) -> float:

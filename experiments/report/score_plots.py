@@ -210,7 +210,7 @@ def _explained(drawn: Sequence[Line]) -> str:
   """Explains bars and lines without names, if there are any."""
   points = (point for line in drawn for point in line.points)
   is_known = any(point.interval is not None for point in points)
-  said = "; bars are 95 % intervals" if is_known else ""
+  said = "; bars, side by side, are 95 % intervals" if is_known else ""
   others = sum(not line.name for line in drawn)
   named = wording.count(others, "other method")
   return f"{said};\ngray: {named}" if others else said

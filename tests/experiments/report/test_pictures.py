@@ -100,7 +100,9 @@ def test_points_stand_at_what_was_kept_or_read(answer, record):
   ]
   found = record(answers)
   (axes,) = score_plots.score_vs_retention(found).axes
-  label = "keys and values read per token; bars are 95 % intervals"
+  label = (
+    "keys and values read per token; bars, side by side, are 95 % intervals"
+  )
   assert axes.get_xlabel() == label
   drawn = [
     line.get_xydata() for line in axes.lines if len(line.get_xdata()) > 2
@@ -154,7 +156,7 @@ def test_points_of_one_retention_stand_at_one_place_with_their_intervals(
     for sample, score in enumerate((100.0, 0.0, 100.0, 100.0))
   ]
   found = record(answers)
-  for draw, x in (
+  for draw, at in (
     (score_plots.score_vs_retention, 0.25),
     (score_plots.score_vs_bytes, 1024 * 200),
   ):
@@ -162,11 +164,23 @@ def test_points_of_one_retention_stand_at_one_place_with_their_intervals(
     low, high = intervals.interval([a for a in answers if a.method == "a"])
     drawn = [line.get_xydata().tolist() for line in axes.lines]
     # The line of each method starts at the full cache.
-    ends = [line[-1] for line in drawn if len({at for at, _ in line}) == 2]
-    assert ends.count([x, 75]) == 3
-    assert drawn.count([[x, low], [x, high]]) == 3
+    ends = [line[-1] for line in drawn if len({x for x, _ in line}) == 2]
+    assert ends.count([at, 75]) == 3
+    assert drawn.count([[at, low], [at, high]]) == 3
     assert low < 75 < high
-    assert axes.get_xlabel().endswith("; bars are 95 % intervals")
+    # The bars of these equal intervals stand beside the point, two points apart.
+    bars = [
+      x
+      for x in axes.lines
+      if x.get_xydata().tolist() == [[at, low], [at, high]]
+    ]
+    seen = sorted(bar.get_transform().transform((at, low))[0] for bar in bars)
+    point, _ = axes.transData.transform((at, low))
+    apart = 2 * axes.figure.dpi / 72
+    np.testing.assert_allclose(seen, [point - apart, point, point + apart])
+    assert axes.get_xlabel().endswith(
+      "; bars, side by side, are 95 % intervals"
+    )
   (axes,) = score_plots.score_vs_retention(found._replace(answers=[])).axes
   drawn = [line.get_xydata().tolist() for line in axes.lines]
   assert [[0.25, low], [0.25, high]] not in drawn
@@ -186,7 +200,7 @@ def test_turns_are_drawn_for_every_budget(answer, record):
   figure = score_plots.score_by_turn(record(answers))
   found = check_readable(figure)
   assert len(figure.axes) == 2
-  label = "turn; bars are 95 % intervals"
+  label = "turn; bars, side by side, are 95 % intervals"
   for text in ("full cache", "keydiff", "a:b", label):
     assert found.count(text) == 2
 
