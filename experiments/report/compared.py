@@ -60,7 +60,12 @@ def _details(record: Record) -> Table:
     columns["read"] = [f"{mean.read_tokens:.0f}" for mean in averages]
   columns |= tables.of_bytes(averages)
   lines = list(zip(*columns.values(), strict=True))
-  return Table("tasks and caches", list(columns), lines, names=2)
+  title = (
+    f"{wording.score_name(record.summary)} by task, "
+    f"n = {min(mean.samples for mean in averages)}; tokens that a head keeps; "
+    "size of a context's cache"
+  )
+  return Table(title, list(columns), lines, names=2)
 
 
 def _score(score: float | None) -> str:

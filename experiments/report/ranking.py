@@ -117,7 +117,7 @@ class Group:
   def scores(self) -> Table:
     """A line per method and a column per budget."""
     by_retention = sorted(self._means, key=lambda mean: -mean.retention)
-    return self._with_ranks(grid(by_retention, ""))
+    return self._with_ranks(grid(by_retention, wording.INTERVALS))
 
   @property
   def table(self) -> Table:

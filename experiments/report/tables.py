@@ -74,7 +74,6 @@ def overview(
   columns: dict[str, list[str]] = {
     "method": [mean.method for mean in summary_means],
     "budget": [wording.budget(*mean.name) for mean in summary_means],
-    "removed": [f"{mean.removed:.3g}" for mean in summary_means],
     **_tokens(summary_means),
   }
   for mean in summary_means:
@@ -96,7 +95,7 @@ def by_budget(record: Record) -> Table:
   tasks = wording.averaged(record.values("task"))
   least = min(mean.samples for mean in summary_means)
   name = wording.score_name(record.summary)
-  title = f"{name}, {tasks}, n = {least}, ± at 95 %"
+  title = f"{name}, {tasks}, n = {least}; {wording.INTERVALS}"
   if is_hybrid(summary_means):
     title += f"; {OF_GLOBAL_LAYERS}"
   return grid(summary_means, title)

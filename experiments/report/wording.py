@@ -139,6 +139,10 @@ def interval(bounds: tuple[float, float] | None) -> str:
   return "–".join(f"{bound:.1f}" for bound in bounds)
 
 
+# Explains what `with_uncertainty` returns.
+INTERVALS = "± longer half of the 95 % interval, or (from–to)"
+
+
 def with_uncertainty(score: float, bounds: tuple[float, float] | None) -> str:
   """Formats a score and the longer half of its interval: `87.4 ±8`.
 

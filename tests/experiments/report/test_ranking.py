@@ -105,7 +105,8 @@ def test_the_newer_of_two_counts_and_keeps_its_own_delta(
   for part in (
     "## ruler, 1024 tokens: tiny, query-agnostic, whole prompt, per kv head",
     "Best of 2 methods: keydiff (25 %: 60.0); full cache 80.0.",
-    "| 2 | snapkv | 25 % | 0.75 | 200 | 40.0 | 3.6–92.3 | −60.0 | 1 | 200 |",
+    "**± longer half of the 95 % interval, or (from–to)**",
+    "| 2 | snapkv | 25 % | 200 | 40.0 | 3.6–92.3 | −60.0 | 1 | 200 |",
     "Seed 7, greedy, float32 on CPU, 2 cores; python 3.12.1, jax 1.2.3.",
     "essay: texts of Python",
     sentence,

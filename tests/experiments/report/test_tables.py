@@ -33,7 +33,7 @@ def titled(record, start, brief=False):
 
 def test_a_comparison_shows_what_other_runs_have_not_answered(crowd):
   text = compared.markdown(crowd)
-  details = text[text.index("tasks and caches") :]
+  details = text[text.index("score by task, n = ") :]
   header, _, full, first, *_ = [x for x in details.splitlines() if "|" in x]
   assert header.count("|") == full.count("|") == first.count("|")
   assert "–" not in full
@@ -61,11 +61,10 @@ def test_tables_of_a_hybrid_say_which_layers_budgets_are_of(answer, record):
   full = answer("full", kept_tokens=450.0, global_tokens=800.0)
   quarter = answer("keydiff", kept_tokens=150.0, global_tokens=200.0)
   run_record = record([full, quarter])
-  overview = next(t for t in tables(run_record) if "removed" in t.header)
+  overview = next(t for t in tables(run_record) if "kept, all" in t.header)
   lines = [dict(zip(overview.header, x, strict=True)) for x in overview.lines]
   assert [line["kept, global"] for line in lines] == ["800", "200"]
   assert [line["kept, all"] for line in lines] == ["450", "150"]
-  assert [line["removed"] for line in lines] == ["0", "0.75"]
   assert "kept" not in overview.header
   note = "budgets are of the layers without a window"
   assert sum(note in table.title for table in tables(run_record)) == 1
@@ -87,15 +86,15 @@ def test_an_overview_says_how_sure_every_score_is(answer, record):
   ]
   table = titled(record(answers), "niah_single_1")
   assert table.header == [
-    *("method", "budget", "removed", "kept", "read", "score", "95 %"),
+    *("method", "budget", "kept", "read", "score", "95 %"),
     *("Δ full", "n", "KiB", "on host"),
   ]
   assert table.lines[0] == (
-    *("full", "100 %", "0", "800", "800", "100.0", "51.0–100.0"),
+    *("full", "100 %", "800", "800", "100.0", "51.0–100.0"),
     *("–", "4", "800", "2.0"),
   )
-  assert table.lines[1][:8] == (
-    *("quest", "25 %", "0.75", "200", "50", "50.0", "0.0–100.0", "−50.0"),
+  assert table.lines[1][:7] == (
+    *("quest", "25 %", "200", "50", "50.0", "0.0–100.0", "−50.0"),
   )
   # A terminal has what is read in a table of its own, where it is less.
   table = titled(record(answers), "caches at 25 %", brief=True)

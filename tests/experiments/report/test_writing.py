@@ -113,7 +113,7 @@ def test_the_terminal_has_the_details_of_the_middle_budget(summary):
   # In the headline, in the table of budgets, and in that of tasks.
   assert shown.count("snapkv.orig ") == 3
   assert all(part in shown for part in ("query-agnostic", "31.2", "Seed 7"))
-  details = shown[shown.index("tasks and caches") :]
+  details = shown[shown.index("score by task, n = ") :]
   assert " 10 % " in details
   assert " 50 % " not in details
 
