@@ -1,4 +1,4 @@
-"""Measures how much faster decoding is from a compressed cache.
+"""Measures how much faster compressed caches decode.
 
   kvjax benchmark_decode
 

@@ -1,4 +1,4 @@
-"""Times the kernels on the current device, relative to copies.
+"""Times kernels on the device at hand, relative to copies.
 
   kvjax benchmark_kernels
 

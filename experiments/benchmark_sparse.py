@@ -1,4 +1,4 @@
-"""Times retrieval against attention to the full cache, one layer at a time.
+"""Times retrieval beside full attention, in one layer.
 
   kvjax benchmark_sparse
 

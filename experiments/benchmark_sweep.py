@@ -1,4 +1,4 @@
-"""Measures the time that a sweep saves by sharing one prefill.
+"""Measures the time that sharing one prefill saves.
 
   kvjax benchmark_sweep
 

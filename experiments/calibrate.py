@@ -1,4 +1,4 @@
-"""Calibrates how much contexts can be compressed, for --retention=auto.
+"""Calibrates how far to compress, for --retention=auto.
 
   kvjax calibrate
 

@@ -1,4 +1,4 @@
-"""Measures the queries of a model, for methods that read them.
+"""Measures a model's queries, for methods that read them.
 
   kvjax calibrate_queries --documents=DIR
 

@@ -1,4 +1,4 @@
-"""Compares KV-cache compression methods on needle tasks, or on a text.
+"""Compares methods on needle tasks, or on a text.
 
   kvjax compare
 

@@ -1,4 +1,4 @@
-"""Compiles the kernels and the engine for TPUs or GPUs: do they fit?
+"""Compiles kernels and engine for TPUs or GPUs: do they fit?
 
   make tpu-compile
   make gpu-compile

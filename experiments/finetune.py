@@ -1,4 +1,4 @@
-"""Fine-tunes a model on documents with low-rank adapters (LoRA).
+"""Fine-tunes a model on documents with adapters (LoRA).
 
   kvjax finetune --documents=DIR --output=OUT
 

@@ -1,4 +1,4 @@
-"""Compares the construction time of CTkvr's index with other indexes.
+"""Times the construction of CTkvr's index beside others.
 
   kvjax index_construction
 

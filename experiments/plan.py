@@ -1,4 +1,4 @@
-"""Says what a model and its cache take on a slice of TPUs, without a TPU.
+"""Says what a model and its cache take on a slice of TPUs.
 
   make plan ARGS="--model=llama-3.1-8b --slice=v5e-8 --context=32768"
 

@@ -1,4 +1,4 @@
-"""Runs the experiments of five papers and compares our numbers with theirs.
+"""Repeats the experiments of five papers.
 
   kvjax reproduce
 

@@ -1,4 +1,4 @@
-"""Shows which tokens of a text the heads keep, on one HTML page.
+"""Shows which tokens of a text heads keep, as an HTML page.
 
   kvjax show_kept --text=notes.txt --methods=snapkv,keydiff
 

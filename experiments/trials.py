@@ -1,4 +1,4 @@
-"""Repeats an evaluation with other seeds and tests whether methods differ.
+"""Tests whether methods differ, by repeated evaluations.
 
   kvjax trials --trials=20 -- --methods=compactor
 

@@ -1,4 +1,4 @@
-"""Chooses the block sizes of kernels for the TPU or GPU at hand.
+"""Chooses block sizes of kernels for the device at hand.
 
   kvjax tune
   kvjax compare --kernels_table=results/kernels_table.json

@@ -35,6 +35,7 @@ def test_every_program_is_listed_with_its_first_line(monkeypatch, capsys):
   assert "compare" in found
   for name, said in found.items():
     assert programs[name].startswith(f'"""{said}\n')
+  assert max(map(len, out.splitlines())) <= 80
 
 
 def test_an_unknown_program_is_refused_with_a_guess(monkeypatch, capsys):
