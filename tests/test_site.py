@@ -7,6 +7,8 @@ import runpy
 
 import pytest
 
+from kvjax.experiments.report import api_names
+
 ROOT = pathlib.Path(__file__).parents[1]
 HOOK = runpy.run_path(str(ROOT / "docs" / "site_links.py"))
 BREAKS = runpy.run_path(str(ROOT / "docs" / "site_breaks.py"))
@@ -56,6 +58,16 @@ def test_the_reference_has_every_public_name_once():
   expected = top.union(*(public(f"kvjax.{name}") for name in MODULES))
   assert len(REFERRED) == len({*REFERRED})
   assert {*REFERRED} == expected | adapters() | used_by_pages()
+
+
+def test_names_stand_with_their_docstrings_first_line():
+  """`python -m kvjax.experiments.report.api_names` writes them."""
+  page = API["README"]
+  assert api_names.replace_tables(page) == page
+  stale = page.replace("Reads the chunks whose mean keys", "Reads")
+  assert api_names.replace_tables(stale) == page != stale
+  listed = re.findall(r"^\| \[?`(\S+)`.*\| \S.* \|$", page, re.M)
+  assert {*REFERRED} <= {*listed}
 
 
 def test_the_hook_finds_what_pages_link_to_outside_docs():
