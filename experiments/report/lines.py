@@ -127,9 +127,9 @@ def draw(axes: Axes, lines: Sequence[Line]) -> None:
 
 def _draw_intervals(axes: Axes, line: Line, shift: float) -> None:
   """Draws bars with caps behind the points that all lines do not share."""
-  moved = axes.transData + ScaledTranslation(
-    shift / 72, 0, axes.get_figure(root=True).dpi_scale_trans
-  )
+  figure = axes.get_figure(root=True)
+  assert figure is not None
+  beside = ScaledTranslation(shift / 72, 0, figure.dpi_scale_trans)
   for point in line.points[line.shared :]:
     if point.interval is not None:
       axes.plot(
@@ -142,7 +142,7 @@ def _draw_intervals(axes: Axes, line: Line, shift: float) -> None:
         alpha=_FAINT,
         zorder=1.5,
         clip_on=False,
-        transform=moved,
+        transform=axes.transData + beside,
       )
 
 
@@ -181,7 +181,7 @@ def heights(top: float) -> tuple[float, float]:
 
 
 def _rank(line: Line) -> list[float]:
-  """Sorts lines by their last score, then by those before it."""
+  """What lines are sorted by: the last score, then those before it."""
   return [point.score for point in line.points[::-1]]
 
 

@@ -76,7 +76,7 @@ def pairs(lines):
 
 
 def test_every_option_has_a_meaning():
-  """As its class says, or one that this extends: of presets and prefixes too."""
+  """As its class says, or one that this extends; presets and prefixes, too."""
   names = [*METHODS, *METHODS.presets, *RETRIEVALS, *RETRIEVALS.presets]
   for name in [*names, *WRAPPERS]:
     _, *lines = methods.page(name).splitlines()

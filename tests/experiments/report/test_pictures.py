@@ -168,7 +168,7 @@ def test_points_of_one_retention_stand_at_one_place_with_their_intervals(
     assert ends.count([at, 75]) == 3
     assert drawn.count([[at, low], [at, high]]) == 3
     assert low < 75 < high
-    # The bars of these equal intervals stand beside the point, two points apart.
+    # The bars of these equal intervals stand two points apart.
     bars = [
       x
       for x in axes.lines
