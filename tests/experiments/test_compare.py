@@ -283,7 +283,7 @@ def test_help_lists_the_flags_and_succeeds(run_binary):
   assert result.returncode == 0
   assert result.stderr == ""
   lines = result.stdout.splitlines()
-  assert lines[0].startswith("Compares KV-cache compression methods")
+  assert lines[0].startswith("Compares methods on needle tasks")
   assert "  kvjax compare" in lines
   assert max(map(len, lines)) <= 80
   own, methods = lines.index("Flags:"), lines.index("Methods and budgets:")
