@@ -52,8 +52,8 @@ class LagKV(Method):
   Source: Liang et al., arXiv 2504.04704, equations 1 to 8 and 13.
 
   Attributes:
-    sinks: S.
-    lag: L.
+    sinks: S, number of first tokens, which are always kept.
+    lag: L, tokens of a partition.
     mode: "kvpress" ranks the tokens of each partition and keeps the highest
       ranks of the whole row, exactly to the budget, as in the paper's RULER
       runs.

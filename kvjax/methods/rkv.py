@@ -51,7 +51,7 @@ class RKV(ScoringMethod):
   Attributes:
     window: W, number of last tokens, which are always kept.
     kernel: odd width of the maximum over neighbors; 1 for none.
-    importance: lambda.
+    importance: lambda, weight of the attention.
     threshold: cosine above which two keys resemble each other.
     spared: which of the keys that resemble a key is left out: the "last" or the
       "first".

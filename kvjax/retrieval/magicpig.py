@@ -58,7 +58,7 @@ class MagicPIG(Retrieval):
 
   Attributes:
     bits: K, signs per table.
-    tables: L.
+    tables: L, number of hash tables.
     dense_every: every so many layers, from layer 0 on, attend to everything,
       in addition to `dense_layers`; 0 for none.
     seed: seed of the directions.
