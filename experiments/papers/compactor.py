@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from kvjax.experiments.benchmarks.longbench.sets import SETS
 from kvjax.experiments.benchmarks.ruler.generator import TASKS
-from kvjax.experiments.papers import printed
+from kvjax.experiments.papers import printed, shared
 from kvjax.experiments.papers.analyses import latency, unmasked_attention
 from kvjax.experiments.papers.data_model import (
   Analysis,
@@ -15,31 +15,14 @@ from kvjax.experiments.papers.data_model import (
   Program,
   Setup,
 )
-from kvjax.experiments.papers.shared import (
-  ENGLISH_16,
-  FOUR_NEEDLES,
-  LIMIT_32K,
-  MEAN_13,
-  NEEDLES,
-  at_random,
-  budgets,
-  code_scores,
-  four_needles,
-  lines,
-  longbench,
-  of_category,
-  plain,
-  prose,
-  ruler,
-)
 from kvjax.experiments.run.prompting import QUERY_AGNOSTIC
 from kvjax.options.budgets import Retention
 
-_COLUMNS = budgets(
+_COLUMNS = shared.budgets(
   {f"{share} %": Retention(share / 100) for share in (75, 50, 25, 10, 5)}
 )
-_NIAH = plain("NIAH", NEEDLES)
-_QA = plain("QA", ("qa_1", "qa_2"))
+_NIAH = shared.plain("NIAH", shared.NEEDLES)
+_QA = shared.plain("QA", ("qa_1", "qa_2"))
 _SAME = "Retentions are the paper's; prompts are a quarter as long."
 # The paper applies its post-processing to all attention-based methods.
 _OTHERS = {
@@ -48,56 +31,55 @@ _OTHERS = {
   "PyramidKV": "pyramid/snapkv.compactor",
   "Random": "random",
 }
-_ON_EIGHT = Setup("ruler", NEEDLES, (1024,), 1)
+_ON_EIGHT = Setup("ruler", shared.NEEDLES, (1024,), 1)
 
 _E3_1 = Comparison(
   "RULER",
-  ruler((4096,), 500),
+  shared.ruler((4096,), 500),
   _ON_EIGHT,
-  QUERY_AGNOSTIC,
-  lines(
+  shared.lines(
     {"Full": "full", "Compactor": "compactor:blend=0.35"}
     | {"kvpress port": "compactor.kvpress"}
     | {"compactor-vllm": "compactor.vllm"}
     | _OTHERS
   ),
   _COLUMNS,
-  (MEAN_13,),
+  (shared.MEAN_13,),
   printed.read("E3.1"),
+  protocol=QUERY_AGNOSTIC,
   scaling=_SAME,
 )
 
 _E3_2 = Comparison(
   "groups",
-  ruler((4096,), 500, (*NEEDLES, *_QA.tasks)),
-  Setup("ruler", NEEDLES, (1024,), 2),
-  QUERY_AGNOSTIC,
-  lines({"Full": "full", "Compactor": "compactor"} | _OTHERS),
+  shared.ruler((4096,), 500, (*shared.NEEDLES, *_QA.tasks)),
+  Setup("ruler", shared.NEEDLES, (1024,), 2),
+  shared.lines({"Full": "full", "Compactor": "compactor"} | _OTHERS),
   (_COLUMNS[1],),
   (_NIAH, _QA),
+  protocol=QUERY_AGNOSTIC,
   scaling=_SAME,
 )
 
 _FOURTEEN = tuple(
-  name for name in ENGLISH_16 if name not in of_category("code")
+  name for name in shared.ENGLISH_16 if name not in shared.of_category("code")
 )
 _CATEGORIES = (
-  plain("single-document", of_category("single-document")),
-  plain("multi-document", of_category("multi-document")),
-  plain("summaries", of_category("summaries")),
-  plain("few-shot", of_category("few-shot")),
-  plain("synthetic", of_category("synthetic")),
+  shared.plain("single-document", shared.of_category("single-document")),
+  shared.plain("multi-document", shared.of_category("multi-document")),
+  shared.plain("summaries", shared.of_category("summaries")),
+  shared.plain("few-shot", shared.of_category("few-shot")),
+  shared.plain("synthetic", shared.of_category("synthetic")),
 )
 _MEAN_14 = Average("mean of 14", (_FOURTEEN,))
 
 
 _E3_3 = Comparison(
   "LongBench",
-  longbench(ENGLISH_16, LIMIT_32K),
-  four_needles(),
-  QUERY_AGNOSTIC,
+  shared.longbench(shared.ENGLISH_16, shared.LIMIT_32K),
+  shared.four_needles(),
   # Without H2O, which did not fit into the paper's memory.
-  lines(
+  shared.lines(
     {
       "Full": "full",
       "Compactor": "compactor",
@@ -106,8 +88,9 @@ _E3_3 = Comparison(
     }
   ),
   _COLUMNS[1:],
-  (_MEAN_14, *_CATEGORIES, *code_scores()),
+  (_MEAN_14, *_CATEGORIES, *shared.code_scores()),
   printed.read("E3.3"),
+  protocol=QUERY_AGNOSTIC,
   scaling="Retentions are the paper's.",
 )
 
@@ -121,10 +104,9 @@ def _sketched(method: str) -> tuple[str, str]:
 
 _E3_4 = Comparison(
   "ablations",
-  ruler((4096,), 500),
+  shared.ruler((4096,), 500),
   _ON_EIGHT,
-  QUERY_AGNOSTIC,
-  lines(
+  shared.lines(
     {
       "Full": "full",
       "svd, lambda .35": _sketched(_BLEND),
@@ -139,8 +121,9 @@ _E3_4 = Comparison(
     }
   ),
   _COLUMNS,
-  (MEAN_13,),
+  (shared.MEAN_13,),
   printed.read("E3.4"),
+  protocol=QUERY_AGNOSTIC,
   scaling=f"{_SAME} Sketches have 16 columns in place of 64, half a head's "
   "dimensions.",
 )
@@ -164,7 +147,9 @@ _CALIBRATED = {
 }
 _METHODS = "--methods=compactor,snapkv.compactor"
 _MORE = f"{_METHODS},pyramid/snapkv.compactor,random"
-_SETS = ",".join(name for name in ENGLISH_16 if SETS[name].category != "code")
+_SETS = ",".join(
+  name for name in shared.ENGLISH_16 if SETS[name].category != "code"
+)
 _RULER = (f"--tasks={','.join(TASKS)}", "--length=4096")
 _TAU = "--tau={tau}"
 _RULE = "--rule=paper"
@@ -194,7 +179,7 @@ _ON_REPORTS = Program(
   [
     *_AUTOMATIC,
     "--benchmark=ruler",
-    f"--tasks={','.join(FOUR_NEEDLES)}",
+    f"--tasks={','.join(shared.FOUR_NEEDLES)}",
     "--length=1024",
     "--samples=6",
     "--essay={folder}/reports/other",
@@ -275,8 +260,8 @@ PARTS: Parts = {
     Analysis(
       "latency",
       latency.scorers,
-      at_random(10_000, 100_000, 1_000_000),
-      at_random(1024, 2048, 4096),
+      shared.at_random(10_000, 100_000, 1_000_000),
+      shared.at_random(1024, 2048, 4096),
       model=False,
     ),
   ),
@@ -284,8 +269,8 @@ PARTS: Parts = {
     Analysis(
       "attention",
       unmasked_attention.measure,
-      ruler((4096,), 1, ("niah_single_2",)),
-      prose(512, 1),
+      shared.ruler((4096,), 1, ("niah_single_2",)),
+      shared.prose(512, 1),
     ),
   ),
 }

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from kvjax.experiments.papers import printed
+from kvjax.experiments.papers import printed, shared
 from kvjax.experiments.papers.analyses import (
   neighbors,
   recalled_lists,
@@ -21,45 +21,32 @@ from kvjax.experiments.papers.data_model import (
   Setup,
   Way,
 )
-from kvjax.experiments.papers.shared import (
-  FOUR_NEEDLES,
-  LIMIT_32K,
-  MEAN_13,
-  at_random,
-  code_scores,
-  fixed,
-  four_needles,
-  lengths,
-  longbench,
-  of_category,
-  plain,
-  prose,
-  ruler,
-)
-from kvjax.experiments.run.prompting import QUERY_AGNOSTIC, QUERY_AWARE
+from kvjax.experiments.run.prompting import QUERY_AGNOSTIC
 from kvjax.options.budgets import Retention, Tokens
 
 _FULL = Line("Full", Way("full"), Way("full"))
 _512, _1024 = Tokens(512), Tokens(1024)
 _CTKVR = (
-  fixed("CTkvr 512", "ctkvr.512", None, Tokens(32), "ctkvr"),
-  fixed("CTkvr 1024", "ctkvr.1024", None, Tokens(64), "ctkvr"),
+  shared.fixed("CTkvr 512", "ctkvr.512", None, Tokens(32), "ctkvr"),
+  shared.fixed("CTkvr 1024", "ctkvr.1024", None, Tokens(64), "ctkvr"),
 )
 # Section 4.1.2: 1,024 tokens for every other method.
 _OTHERS = (
-  fixed("SnapKV", "snapkv", _1024, Tokens(64)),
-  fixed("Quest", "quest", _1024, Tokens(64)),
-  fixed("MagicPIG", "magicpig.8x75", _1024, Tokens(64)),
-  fixed("ShadowKV", "shadowkv", _1024, Tokens(64)),
-  fixed("Flat", "flat", _1024, Tokens(64)),
+  shared.fixed("SnapKV", "snapkv", _1024, Tokens(64)),
+  shared.fixed("Quest", "quest", _1024, Tokens(64)),
+  shared.fixed("MagicPIG", "magicpig.8x75", _1024, Tokens(64)),
+  shared.fixed("ShadowKV", "shadowkv", _1024, Tokens(64)),
+  shared.fixed("Flat", "flat", _1024, Tokens(64)),
 )
-_SHARE = fixed("CTkvr, 4 % of n", "ctkvr", Retention(0.04), Retention(0.04))
+_SHARE = shared.fixed(
+  "CTkvr, 4 % of n", "ctkvr", Retention(0.04), Retention(0.04)
+)
 _SCALING = (
   "Prompts and keys retrieved are a sixteenth of the paper's: 64 keys for "
   "1,024. Resident tokens, pages and hashes are not scaled."
 )
 
-_LENGTHS = lengths(
+_LENGTHS = shared.lengths(
   {
     "8K": (8192, None),
     "16K": (16384, 1024),
@@ -69,28 +56,27 @@ _LENGTHS = lengths(
   }
 )
 _EVERY = tuple(2**power for power in range(13, 18))
-_SMALL = Setup("ruler", FOUR_NEEDLES, (1024, 2048), 2)
+_SMALL = Setup("ruler", shared.FOUR_NEEDLES, (1024, 2048), 2)
 _E4_1 = Comparison(
   "RULER",
-  ruler(_EVERY, 96),
+  shared.ruler(_EVERY, 96),
   _SMALL,
-  QUERY_AWARE,
   (
     _FULL,
     *_OTHERS,
     *_CTKVR,
     _SHARE,
-    fixed("SqueezedAttention 512", "squeezed", _512),
+    shared.fixed("SqueezedAttention 512", "squeezed", _512),
   ),
   _LENGTHS,
-  (MEAN_13,),
+  (shared.MEAN_13,),
   printed.read("E4.1"),
   quoted=("RetrievalAttention 1024",),
   scaling=_SCALING,
 )
 
 _SINGLE, _MULTI, _SUMMARIES, _CODE = (
-  of_category(name)
+  shared.of_category(name)
   for name in ("single-document", "multi-document", "summaries", "code")
 )
 _FEW_SHOT = ("trec", "triviaqa")
@@ -101,17 +87,16 @@ _ENGLISH_13 = tuple(_FIVE.tasks)
 _ONE = (Column("score", Place(), Place()),)
 _E4_2 = Comparison(
   "LongBench",
-  longbench(_ENGLISH_13, LIMIT_32K),
-  four_needles(),
-  QUERY_AWARE,
+  shared.longbench(_ENGLISH_13, shared.LIMIT_32K),
+  shared.four_needles(),
   (_FULL, *_OTHERS, *_CTKVR),
   _ONE,
-  (_FIVE, plain("plain mean of 13", _ENGLISH_13), *code_scores()),
+  (_FIVE, shared.plain("plain mean of 13", _ENGLISH_13), *shared.code_scores()),
   printed.read("E4.2"),
   scaling=_SCALING,
 )
 
-_NEEDLE = plain("needles found", ("needle",))
+_NEEDLE = shared.plain("needles found", ("needle",))
 
 
 def _heatmap(
@@ -123,7 +108,6 @@ def _heatmap(
     name,
     Setup("needle", ("needle",), lengths_of_grid, 1, 10),
     small,
-    QUERY_AWARE,
     (_FULL, *_CTKVR),
     _ONE,
     (_NEEDLE,),
@@ -144,15 +128,14 @@ _E4_3 = (
 _CHOICES = ("init", "random", "equi", "final")
 _E4_7_PLACES = Comparison(
   "places of centroids",
-  ruler((65536,), 96),
-  Setup("ruler", FOUR_NEEDLES, (2048,), 2),
-  QUERY_AWARE,
+  shared.ruler((65536,), 96),
+  Setup("ruler", shared.FOUR_NEEDLES, (2048,), 2),
   tuple(
-    fixed(choice, f"ctkvr:choice={choice}", _1024, Tokens(64))
+    shared.fixed(choice, f"ctkvr:choice={choice}", _1024, Tokens(64))
     for choice in _CHOICES
   ),
   _ONE,
-  (MEAN_13,),
+  (shared.MEAN_13,),
   printed.read("E4.7_places"),
   scaling=_SCALING,
 )
@@ -160,7 +143,7 @@ _E4_7_PLACES = Comparison(
 
 def _centroids(number: int) -> Line:
   small = f"ctkvr:centroids={max(number // 16, 1)}"
-  return fixed(
+  return shared.fixed(
     f"C = {number}",
     f"ctkvr:centroids={number}",
     _512,
@@ -172,29 +155,30 @@ def _centroids(number: int) -> Line:
 _KEY_3 = ("niah_multikey_3",)
 _E4_7_SWEEPS = Comparison(
   "sweeps",
-  ruler((98304,), 96, _KEY_3),
+  shared.ruler((98304,), 96, _KEY_3),
   Setup("ruler", _KEY_3, (2048,), 4),
-  QUERY_AWARE,
   (
     _FULL,
     *map(_centroids, (20, 40, 80, 160, 320, 640, 1280, 1920)),
     *(
-      fixed(f"C' = {number}", f"ctkvr:probes={number}", _512, Tokens(32))
+      shared.fixed(f"C' = {number}", f"ctkvr:probes={number}", _512, Tokens(32))
       for number in (2, 4, 6, 8)
     ),
     *(
-      fixed(
+      shared.fixed(
         f"rho = {ratio} rho'", f"ctkvr:list_ratio={ratio}", _512, Tokens(32)
       )
       for ratio in (1, 5)
     ),
     *(
-      fixed(f"rho' = {number}", "ctkvr", Tokens(number), Tokens(number // 16))
+      shared.fixed(
+        f"rho' = {number}", "ctkvr", Tokens(number), Tokens(number // 16)
+      )
       for number in (256, 1024, 2048)
     ),
   ),
   _ONE,
-  (plain(*_KEY_3, _KEY_3),),
+  (shared.plain(*_KEY_3, _KEY_3),),
   printed.read("E4.7_sweeps"),
   scaling=f"{_SCALING} There are a sixteenth as many centroids.",
 )
@@ -204,14 +188,13 @@ _TURNS = ("niah_multiturn_conversation",)
 
 def _updating(name: str, method: str) -> Line:
   """Defines a line with as many centroids as the paper has at 8K."""
-  return fixed(name, method, _512, Tokens(32), f"{method}:centroids=512")
+  return shared.fixed(name, method, _512, Tokens(32), f"{method}:centroids=512")
 
 
 _E4_8 = Comparison(
   "conversations",
   Setup("multiturn", _TURNS, (65536,), 50),
   Setup("multiturn", _TURNS, (2048,), 4),
-  QUERY_AGNOSTIC,
   (
     _FULL,
     _updating("DCU off", "ctkvr:update=false"),
@@ -221,8 +204,9 @@ _E4_8 = Comparison(
     Column(f"round {turn}", Place(turn=turn - 1), Place(turn=turn - 1))
     for turn in (1, 2, 4, 6, 8)
   ),
-  (plain("needles found", _TURNS),),
+  (shared.plain("needles found", _TURNS),),
   printed.read("E4.8"),
+  protocol=QUERY_AGNOSTIC,
   scaling="Prompts are a thirty-second of the paper's, keys retrieved a "
   "sixteenth: 32 for 512. There are 512 centroids, not the 103 that are a "
   "sixteenth of the tokens: questions are as long as the paper's, and two of "
@@ -234,11 +218,11 @@ _E4_9 = dataclasses.replace(
   lines=(
     _FULL,
     _SHARE,
-    fixed("MagicPIG (8,75)", "magicpig.8x75", _1024, Tokens(64)),
-    fixed("MagicPIG (9,120)", "magicpig", _1024, Tokens(64)),
-    fixed("MagicPIG (10,150)", "magicpig.10x150", _1024, Tokens(64)),
+    shared.fixed("MagicPIG (8,75)", "magicpig.8x75", _1024, Tokens(64)),
+    shared.fixed("MagicPIG (9,120)", "magicpig", _1024, Tokens(64)),
+    shared.fixed("MagicPIG (10,150)", "magicpig.10x150", _1024, Tokens(64)),
   ),
-  averages=(MEAN_13,),
+  averages=(shared.MEAN_13,),
   targets=printed.read("E4.9"),
   quoted=(),
 )
@@ -249,10 +233,16 @@ PARTS: Parts = {
   "E4.3": _E4_3,
   "E4.5": (
     Analysis(
-      "throughput", throughput.measure, at_random(98304), at_random(2048)
+      "throughput",
+      throughput.measure,
+      shared.at_random(98304),
+      shared.at_random(2048),
     ),
     Analysis(
-      "modules", retrieval_modules.measure, at_random(98304), at_random(2048)
+      "modules",
+      retrieval_modules.measure,
+      shared.at_random(98304),
+      shared.at_random(2048),
     ),
   ),
   "E4.6": (Program("indexes", "index_construction", takes={"seed": "seed"}),),
@@ -263,16 +253,16 @@ PARTS: Parts = {
     Analysis(
       "queries",
       neighbors.measure,
-      ruler((16384,), 1, FOUR_NEEDLES),
-      prose(1024, 2),
+      shared.ruler((16384,), 1, shared.FOUR_NEEDLES),
+      shared.prose(1024, 2),
     ),
   ),
   "E4.11": (
     Analysis(
       "lists",
       recalled_lists.measure,
-      ruler((16384,), 1, FOUR_NEEDLES),
-      prose(1024, 2),
+      shared.ruler((16384,), 1, shared.FOUR_NEEDLES),
+      shared.prose(1024, 2),
     ),
   ),
 }

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 
 from kvjax.experiments.papers.findings import Findings, Scale, Subject
 from kvjax.experiments.run.candidates import Candidate
-from kvjax.experiments.run.prompting import Protocol
+from kvjax.experiments.run.prompting import QUERY_AWARE, Protocol
 from kvjax.options.budgets import Budget
 from kvjax.options.schedules import WHOLE, Schedule
 
@@ -183,11 +183,11 @@ class Comparison(_Scaled[Setup, Setup | None]):
     name: name of the folder and of the table.
     paper: the paper's setup.
     small: its substitute; None leaves the comparison out.
-    protocol: whether the question is known before compression.
     lines: the methods.
     columns: budgets, lengths or turns to compare at.
     averages: the paper's averages; the first is its headline.
     targets: its numbers, a record per model.
+    protocol: whether the question is known before compression.
     quoted: lines of the targets that do not run here.
     heads: whether each KV head selects tokens, or each query head.
     scaling: how `small` follows from `paper`, in words.
@@ -198,11 +198,11 @@ class Comparison(_Scaled[Setup, Setup | None]):
   name: str
   paper: Setup
   small: Setup | None
-  protocol: Protocol
   lines: tuple[Line, ...]
   columns: tuple[Column, ...]
   averages: tuple[Average, ...]
   targets: tuple[Targets, ...] = ()
+  protocol: Protocol = QUERY_AWARE
   quoted: tuple[str, ...] = ()
   heads: Literal["kv", "query"] = "kv"
   scaling: str = ""

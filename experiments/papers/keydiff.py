@@ -5,7 +5,7 @@ Figures and tables are numbered as in the paper's fourth version.
 
 import dataclasses
 
-from kvjax.experiments.papers import printed
+from kvjax.experiments.papers import printed, shared
 from kvjax.experiments.papers.analyses import (
   costs,
   head_statistics,
@@ -21,20 +21,6 @@ from kvjax.experiments.papers.data_model import (
   Parts,
   Setup,
 )
-from kvjax.experiments.papers.shared import (
-  ALL_21,
-  ENGLISH_16,
-  NEEDLES,
-  at_random,
-  budgets,
-  code_scores,
-  four_needles,
-  lines,
-  longbench,
-  plain,
-  prose,
-)
-from kvjax.experiments.run.prompting import QUERY_AWARE
 from kvjax.options.budgets import Retention, Tokens
 from kvjax.options.schedules import Schedule
 
@@ -44,7 +30,7 @@ _LIMIT = 31500
 
 _METHODS = {"Full": "full", **retained_keys.METHODS}
 # The mean share of LongBench's prompts that the paper's budgets keep.
-_BUDGETS = budgets(
+_BUDGETS = shared.budgets(
   {
     "N = 2K": (Tokens(2048), Retention(0.31)),
     "N = 4K": (Tokens(4096), Retention(0.53)),
@@ -71,9 +57,9 @@ _BLOCKS = f"{_SCALING}; blocks are an eighth as long, as prompts are."
 # others over the 16 English and code datasets; without blocks they are over all
 # but narrativeqa.
 _AVERAGES = (
-  plain("mean of 21", ALL_21),
-  plain("mean of 16", ENGLISH_16),
-  *code_scores(),
+  shared.plain("mean of 21", shared.ALL_21),
+  shared.plain("mean of 16", shared.ENGLISH_16),
+  *shared.code_scores(),
 )
 
 
@@ -85,10 +71,9 @@ def _compared(name: str, block: int, methods: dict[str, str]) -> Comparison:
   """Defines LongBench in blocks; the small setup has blocks of an eighth."""
   return Comparison(
     name,
-    longbench(ALL_21, _LIMIT, _in_blocks(block)),
-    four_needles(_in_blocks(block // 8), samples=2),
-    QUERY_AWARE,
-    lines(methods),
+    shared.longbench(shared.ALL_21, _LIMIT, _in_blocks(block)),
+    shared.four_needles(_in_blocks(block // 8), samples=2),
+    shared.lines(methods),
     _ONE,
     _AVERAGES,
     scaling=_BLOCKS,
@@ -101,14 +86,14 @@ _E2_1 = dataclasses.replace(
   targets=printed.read("E2.1"),
 )
 
-_OVER_20 = tuple(name for name in ALL_21 if name != "narrativeqa")
+_OVER_20 = tuple(name for name in shared.ALL_21 if name != "narrativeqa")
 _WHOLE = Schedule(every=1)
 _E2_2 = dataclasses.replace(
   _E2_1,
   name="no blocks",
-  paper=longbench(ALL_21, _LIMIT, _WHOLE),
-  small=four_needles(_WHOLE, samples=2),
-  averages=(plain("mean of 20", _OVER_20), *_AVERAGES),
+  paper=shared.longbench(shared.ALL_21, _LIMIT, _WHOLE),
+  small=shared.four_needles(_WHOLE, samples=2),
+  averages=(shared.plain("mean of 20", _OVER_20), *_AVERAGES),
   targets=printed.read("E2.2"),
   scaling=f"{_SCALING}.",
 )
@@ -149,8 +134,7 @@ def _math(new_tokens: int, columns: tuple[Column, ...]) -> Comparison:
       new_tokens=new_tokens,
     ),
     None,
-    QUERY_AWARE,
-    lines(
+    shared.lines(
       {
         "Full": "full",
         "KeyDiff": "keydiff:recent_frac=0.2",
@@ -159,8 +143,8 @@ def _math(new_tokens: int, columns: tuple[Column, ...]) -> Comparison:
     ),
     columns,
     (
-      plain("flexible match", ("math500",)),
-      plain("exact match", ("math500",), "same_text"),
+      shared.plain("flexible match", ("math500",)),
+      shared.plain("exact match", ("math500",), "same_text"),
     ),
   )
 
@@ -169,7 +153,7 @@ _MATH = (
   dataclasses.replace(
     _math(
       4096,
-      budgets(
+      shared.budgets(
         {
           "N = 1,024": (Tokens(1024), Tokens(64)),
           "N = 2,048": (Tokens(2048), Tokens(128)),
@@ -184,13 +168,14 @@ _MATH = (
   ),
   dataclasses.replace(
     _math(
-      8192, budgets({"N = 2,048": Tokens(2048), "N = 4,096": Tokens(4096)})
+      8192,
+      shared.budgets({"N = 2,048": Tokens(2048), "N = 4,096": Tokens(4096)}),
     ),
     targets=printed.read("E2.14_8k"),
   ),
 )
 
-_NEEDLE = plain("needles found", ("needle",))
+_NEEDLE = shared.plain("needles found", ("needle",))
 _COMPARED = ("Full", "Sink", "TOVA", "SnapKV", "KeyDiff")
 _E2_5 = dataclasses.replace(
   _compared("heatmap", 128, _METHODS),
@@ -204,7 +189,7 @@ _E2_5 = dataclasses.replace(
   small=Setup(
     "needle", ("needle",), (512, 1024), 1, 5, schedule=_in_blocks(16)
   ),
-  lines=lines({name: _METHODS[name] for name in _COMPARED}),
+  lines=shared.lines({name: _METHODS[name] for name in _COMPARED}),
   columns=(_BUDGETS[2],),
   averages=(_NEEDLE,),
 )
@@ -219,40 +204,40 @@ PARTS: Parts = {
     Analysis(
       "retained keys",
       retained_keys.determinants,
-      longbench(("qasper",), _LIMIT, samples=100),
-      prose(1024, 2),
+      shared.longbench(("qasper",), _LIMIT, samples=100),
+      shared.prose(1024, 2),
     ),
   ),
   "E2.7": (
     Analysis(
       "components",
       retained_keys.components,
-      longbench(("narrativeqa",), _LIMIT, samples=1),
-      prose(1024, 1),
+      shared.longbench(("narrativeqa",), _LIMIT, samples=1),
+      shared.prose(1024, 1),
     ),
   ),
   "E2.8": (
     Analysis(
       "heads",
       head_statistics.measure,
-      longbench(("narrativeqa",), _LIMIT, samples=4),
-      prose(1024, 2),
+      shared.longbench(("narrativeqa",), _LIMIT, samples=4),
+      shared.prose(1024, 2),
     ),
   ),
   "E2.9": (
     Analysis(
       "lengths",
       prompt_lengths.measure,
-      Setup("longbench", ALL_21, (), None),
-      Setup("ruler", (*NEEDLES, "vt", "cwe", "fwe"), (2048,), 2),
+      Setup("longbench", shared.ALL_21, (), None),
+      Setup("ruler", (*shared.NEEDLES, "vt", "cwe", "fwe"), (2048,), 2),
     ),
   ),
   "E2.10": (
     Analysis(
       "costs",
       costs.measure,
-      at_random(2048, 4096, 6144, 8192),
-      at_random(2048, 4096, 6144, 8192),
+      shared.at_random(2048, 4096, 6144, 8192),
+      shared.at_random(2048, 4096, 6144, 8192),
       model=False,
     ),
   ),
@@ -260,16 +245,16 @@ PARTS: Parts = {
     Analysis(
       "cosines",
       key_cosines.measure,
-      longbench(("narrativeqa",), _LIMIT, samples=1),
-      prose(256, 1),
+      shared.longbench(("narrativeqa",), _LIMIT, samples=1),
+      shared.prose(256, 1),
     ),
   ),
   "E2.12": (
     Analysis(
       "queries",
       query_plane.measure,
-      longbench(("narrativeqa",), _LIMIT, samples=1),
-      prose(1024, 1),
+      shared.longbench(("narrativeqa",), _LIMIT, samples=1),
+      shared.prose(1024, 1),
     ),
   ),
   # Math-500 is how the paper measures long answers.

@@ -1,31 +1,10 @@
 """The experiments of LagKV (Liang et al., arXiv 2504.04704)."""
 
 from kvjax.experiments.benchmarks.longbench.sets import Category
-from kvjax.experiments.papers import printed
-from kvjax.experiments.papers.data_model import (
-  Comparison,
-  Line,
-  Parts,
-  Setup,
-  Size,
-  Way,
-)
-from kvjax.experiments.papers.shared import (
-  ENGLISH_16,
-  LIMIT_32K,
-  MEAN_13,
-  NEEDLES,
-  budgets,
-  code_scores,
-  four_needles,
-  lines,
-  longbench,
-  of_category,
-  plain,
-  ruler,
-)
+from kvjax.experiments.papers import printed, shared
+from kvjax.experiments.papers.data_model import Comparison, Parts, Setup, Size
 from kvjax.experiments.run.candidates import Candidate
-from kvjax.experiments.run.prompting import QUERY_AGNOSTIC, QUERY_AWARE
+from kvjax.experiments.run.prompting import QUERY_AGNOSTIC
 from kvjax.methods.lagkv import LagKV
 from kvjax.options.budgets import Retention
 from kvjax.options.schedules import Schedule
@@ -33,23 +12,19 @@ from kvjax.options.schedules import Schedule
 # Compression continues while decoding.
 _RECURSIVE = Schedule(every=1)
 
-_REMOVED = budgets(
+_REMOVED = shared.budgets(
   {
-    name: Retention(share)
-    for name, share in {
-      "25 % removed": 0.75,
-      "50 % removed": 0.5,
-      "75 % removed": 0.25,
-      "87.5 % removed": 0.125,
-    }.items()
+    "25 % removed": Retention(0.75),
+    "50 % removed": Retention(0.5),
+    "75 % removed": Retention(0.25),
+    "87.5 % removed": Retention(0.125),
   }
 )
 _E5_1 = Comparison(
   "RULER",
-  ruler((16384,), 100),
-  Setup("ruler", NEEDLES, (2048,), 1),
-  QUERY_AGNOSTIC,
-  lines(
+  shared.ruler((16384,), 100),
+  Setup("ruler", shared.NEEDLES, (2048,), 1),
+  shared.lines(
     {
       "Full": "full",
       "LagKV": ("lagkv.kvpress", "lagkv.kvpress:lag=16"),
@@ -58,16 +33,19 @@ _E5_1 = Comparison(
     }
   ),
   _REMOVED,
-  (MEAN_13,),
+  (shared.MEAN_13,),
   printed.read("E5.1"),
+  protocol=QUERY_AGNOSTIC,
   scaling="Retentions are the paper's; LagKV's lag is 16 in place of 128, an "
   "eighth, as prompts are. What SnapKV always keeps, 64 tokens, is not scaled.",
 )
 
-_TIMES = budgets(
+_TIMES = shared.budgets(
   {
-    name: Retention(share)
-    for name, share in {"2x": 0.5, "4x": 0.25, "6x": 0.167, "8x": 0.125}.items()
+    "2x": Retention(0.5),
+    "4x": Retention(0.25),
+    "6x": Retention(0.167),
+    "8x": Retention(0.125),
   }
 )
 # Only 4x, since every budget has its own prefill or decoder.
@@ -78,7 +56,7 @@ _LAGS = {
 _SCALING = (
   "Retentions are the paper's; lags are an eighth of its lags, 128, 64 and 16. "
 )
-_FIFTEEN = tuple(name for name in ENGLISH_16 if name != "passage_count")
+_FIFTEEN = tuple(name for name in shared.ENGLISH_16 if name != "passage_count")
 _CATEGORIES: tuple[Category, ...] = (
   *("single-document", "multi-document", "summaries", "few-shot"),
   "synthetic",
@@ -87,15 +65,16 @@ _CATEGORIES: tuple[Category, ...] = (
 
 _E5_2 = Comparison(
   "LongBench",
-  longbench(_FIFTEEN, LIMIT_32K, _RECURSIVE),
-  four_needles(),
-  QUERY_AWARE,
-  lines({"Full": "full", **_LAGS}),
+  shared.longbench(_FIFTEEN, shared.LIMIT_32K, _RECURSIVE),
+  shared.four_needles(),
+  shared.lines({"Full": "full", **_LAGS}),
   _TIMES,
   (
-    plain("mean of 15", _FIFTEEN),
-    *(plain(c, of_category(c)).over(_FIFTEEN) for c in _CATEGORIES),
-    *code_scores(),
+    shared.plain("mean of 15", _FIFTEEN),
+    *(
+      shared.plain(c, shared.of_category(c)).over(_FIFTEEN) for c in _CATEGORIES
+    ),
+    *shared.code_scores(),
   ),
   printed.read("E5.2"),
   scaling=f"{_SCALING}Here nothing is evicted while decoding.",
@@ -112,8 +91,8 @@ def _kept_of_a_lag(candidate: Candidate) -> int | None:
 
 _PASSKEY = ("passkey",)
 _WORDS = tuple(512 + (20480 - 512) * step // 9 for step in range(10))
-_PARTIAL = plain("partial", _PASSKEY, "partial")
-_EXACT = plain("exact", _PASSKEY)
+_PARTIAL = shared.plain("partial", _PASSKEY, "partial")
+_EXACT = shared.plain("exact", _PASSKEY)
 # Answers may have 256 tokens, so prompts have at most 416 and 928.
 _SHORT = (672, 1184)
 _ONCE = Setup("passkey", _PASSKEY, _SHORT, 1, 5)
@@ -128,8 +107,7 @@ _E5_3 = Comparison(
   "passkey",
   _grid(_RECURSIVE),
   _ONCE,
-  QUERY_AWARE,
-  lines({"Full": "full", **_LAGS}),
+  shared.lines({"Full": "full", **_LAGS}),
   _TIMES,
   (_PARTIAL, _EXACT),
   printed.read("E5.3"),
@@ -137,8 +115,8 @@ _E5_3 = Comparison(
   size=Size("r L", _kept_of_a_lag, (64, 128)),
 )
 
-_SAME = plain("same first token", _PASSKEY, "same_first_token")
-_KEY = plain("first key token", _PASSKEY, "first_key_token")
+_SAME = shared.plain("same first token", _PASSKEY, "same_first_token")
+_KEY = shared.plain("first key token", _PASSKEY, "first_key_token")
 
 
 def _chunked(lag: int) -> Schedule:
@@ -150,8 +128,7 @@ _E5_4 = Comparison(
   "chunked prefill",
   _grid(_chunked(1024)),
   Setup("passkey", _PASSKEY, _SHORT, 1, 5, schedule=_chunked(128)),
-  QUERY_AWARE,
-  lines({"Full, plain prefill": "full", "LagKV": _LAGS["L = 1024"]}),
+  shared.lines({"Full, plain prefill": "full", "LagKV": _LAGS["L = 1024"]}),
   _TIMES,
   (_SAME, _KEY, _PARTIAL),
   printed.read("E5.4"),
@@ -162,8 +139,7 @@ _E5_4_PLAIN = Comparison(
   "plain prefill",
   _grid(_RECURSIVE),
   _ONCE,
-  QUERY_AWARE,
-  lines({"Full": "full", "LagKV": _LAGS["L = 1024"]}),
+  shared.lines({"Full": "full", "LagKV": _LAGS["L = 1024"]}),
   _TIMES,
   (_KEY, _PARTIAL),
   scaling="Retentions are the paper's; the lag is 128 in place of 1,024.",
@@ -173,17 +149,14 @@ _E5_5 = Comparison(
   "scores",
   _grid(_RECURSIVE),
   _ONCE,
-  QUERY_AWARE,
-  (
-    *lines(
-      {
-        "Full": "full",
-        "LagKV": _LAGS["L = 1024"],
-        "LocalKV": ("lagkv.local:lag=1024", "lagkv.local:lag=128"),
-        "L2Norm": ("lagkv.key_norm:lag=1024", "lagkv.key_norm:lag=128"),
-      }
-    ),
-    Line("H2O", Way("h2o"), Way("h2o")),
+  shared.lines(
+    {
+      "Full": "full",
+      "LagKV": _LAGS["L = 1024"],
+      "LocalKV": ("lagkv.local:lag=1024", "lagkv.local:lag=128"),
+      "L2Norm": ("lagkv.key_norm:lag=1024", "lagkv.key_norm:lag=128"),
+      "H2O": "h2o",
+    }
   ),
   _TIMES,
   (_EXACT, _PARTIAL),

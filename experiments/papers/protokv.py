@@ -7,7 +7,7 @@ choices, and all four forms of a cluster's score are reported.
 
 import dataclasses
 
-from kvjax.experiments.papers import printed
+from kvjax.experiments.papers import printed, shared
 from kvjax.experiments.papers.analyses import deviations, stages
 from kvjax.experiments.papers.data_model import (
   Analysis,
@@ -15,20 +15,6 @@ from kvjax.experiments.papers.data_model import (
   Parts,
   Setup,
 )
-from kvjax.experiments.papers.shared import (
-  ENGLISH_16,
-  NEEDLES,
-  at_random,
-  budgets,
-  code_scores,
-  four_needles,
-  lines,
-  longbench,
-  plain,
-  prose,
-  ruler,
-)
-from kvjax.experiments.run.prompting import QUERY_AWARE
 from kvjax.options.budgets import Retention, Tokens
 
 # The limit of LLaMA-3-8B; LLaMA-2-7B has 3950 and Mistral-7B 31500.
@@ -57,7 +43,7 @@ _SCALING = (
   "1,024 tokens. ProtoKV has 500 prototypes from 8,000 tokens on, and one for "
   "16 tokens of shorter prompts."
 )
-_BUDGETS = budgets(
+_BUDGETS = shared.budgets(
   {
     "B = 64": (Tokens(64), Retention(1 / 16)),
     "B = 128": (Tokens(128), Retention(1 / 8)),
@@ -66,7 +52,10 @@ _BUDGETS = budgets(
   }
 )
 _B128, _B256, _B512 = _BUDGETS[1], _BUDGETS[2], _BUDGETS[3]
-_OVER_16 = (plain("mean of 16", ENGLISH_16), *code_scores())
+_OVER_16 = (
+  shared.plain("mean of 16", shared.ENGLISH_16),
+  *shared.code_scores(),
+)
 
 
 def _per_query_head(one: Comparison) -> Comparison:
@@ -78,10 +67,9 @@ def _per_query_head(one: Comparison) -> Comparison:
 
 _E1_1 = Comparison(
   "LongBench",
-  longbench(ENGLISH_16, _LIMIT),
-  four_needles(samples=2),
-  QUERY_AWARE,
-  lines(
+  shared.longbench(shared.ENGLISH_16, _LIMIT),
+  shared.four_needles(samples=2),
+  shared.lines(
     {
       "FullKV": "full",
       **_BASELINES,
@@ -103,26 +91,27 @@ _E1_1 = Comparison(
   scaling=_SCALING,
 )
 
-_GROUPS = (plain("NIAH", NEEDLES), plain("QA", ("qa_1", "qa_2")))
+_GROUPS = (
+  shared.plain("NIAH", shared.NEEDLES),
+  shared.plain("QA", ("qa_1", "qa_2")),
+)
 _E1_2 = Comparison(
   "RULER",
-  ruler((8000,), 100, (*NEEDLES, "qa_1", "qa_2")),
-  Setup("ruler", NEEDLES, (1024,), 1),
-  QUERY_AWARE,
-  lines({"FullKV": "full", "SnapKV": "snapkv.factory", **_SCORES}),
+  shared.ruler((8000,), 100, (*shared.NEEDLES, "qa_1", "qa_2")),
+  Setup("ruler", shared.NEEDLES, (1024,), 1),
+  shared.lines({"FullKV": "full", "SnapKV": "snapkv.factory", **_SCORES}),
   (_B128, _B512),
   _GROUPS,
   printed.read("E1.2"),
   scaling=_SCALING,
 )
 
-_NEEDLE = plain("needles found", ("needle",))
+_NEEDLE = shared.plain("needles found", ("needle",))
 _E1_3 = Comparison(
   "heatmap",
   Setup("needle", ("needle",), tuple(range(1000, 8001, 1000)), 1, 10),
   Setup("needle", ("needle",), (512, 1024), 1, 5),
-  QUERY_AWARE,
-  lines(
+  shared.lines(
     {
       "FullKV": "full",
       "StreamingLLM": "streaming",
@@ -137,13 +126,14 @@ _E1_3 = Comparison(
   scaling=_SCALING,
 )
 
-_NARRATIVE = plain("narrativeqa", ("narrativeqa",))
+_NARRATIVE = shared.plain("narrativeqa", ("narrativeqa",))
 _E1_4 = Comparison(
   "single tokens",
-  longbench(("narrativeqa",), _LIMIT),
-  four_needles(),
-  QUERY_AWARE,
-  lines({"FullKV": "full", "SnapKV": "snapkv.factory", "SATKV": "protokv.sat"}),
+  shared.longbench(("narrativeqa",), _LIMIT),
+  shared.four_needles(),
+  shared.lines(
+    {"FullKV": "full", "SnapKV": "snapkv.factory", "SATKV": "protokv.sat"}
+  ),
   (_B256,),
   (_NARRATIVE,),
   printed.read("E1.4"),
@@ -152,10 +142,9 @@ _E1_4 = Comparison(
 
 _E1_5 = Comparison(
   "variants",
-  longbench(ENGLISH_16, _LIMIT),
-  four_needles(),
-  QUERY_AWARE,
-  lines(
+  shared.longbench(shared.ENGLISH_16, _LIMIT),
+  shared.four_needles(),
+  shared.lines(
     {
       "FullKV": "full",
       "ProtoKV": "protokv",
@@ -191,10 +180,9 @@ _SWEEPS = {
 }
 _E1_6 = Comparison(
   "sweeps",
-  longbench(ENGLISH_16, _LIMIT),
-  four_needles(samples=2),
-  QUERY_AWARE,
-  lines(_SWEEPS),
+  shared.longbench(shared.ENGLISH_16, _LIMIT),
+  shared.four_needles(samples=2),
+  shared.lines(_SWEEPS),
   (_B512,),
   _OVER_16,
   scaling=_SCALING,
@@ -202,10 +190,9 @@ _E1_6 = Comparison(
 
 _E1_7 = Comparison(
   "K-means",
-  longbench(ENGLISH_16, _LIMIT),
-  four_needles(samples=2),
-  QUERY_AWARE,
-  lines(
+  shared.longbench(shared.ENGLISH_16, _LIMIT),
+  shared.four_needles(samples=2),
+  shared.lines(
     {
       "FullKV": "full",
       "SnapKV": "snapkv.factory",
@@ -226,10 +213,9 @@ _DEVIATING, _ATTENDED = "protokv.sat:sign=literal", "snapkv.factory:keep=least"
 _NO_SINKS = "sinks=5"
 _E1_9 = Comparison(
   "deletion",
-  longbench(("narrativeqa",), _LIMIT),
-  four_needles(),
-  QUERY_AWARE,
-  lines(
+  shared.longbench(("narrativeqa",), _LIMIT),
+  shared.four_needles(),
+  shared.lines(
     {
       "full": "full",
       "the most deviating are deleted": _DEVIATING,
@@ -241,7 +227,7 @@ _E1_9 = Comparison(
       "at random": "random",
     }
   ),
-  budgets(
+  shared.budgets(
     {
       "10 % deleted": Retention(0.9),
       "25 % deleted": Retention(0.75),
@@ -261,15 +247,19 @@ PARTS: Parts = {
   "E1.7": (_E1_7,),
   "E1.8": (
     Analysis(
-      "stages", stages.measure, at_random(32768), at_random(8192), model=False
+      "stages",
+      stages.measure,
+      shared.at_random(32768),
+      shared.at_random(8192),
+      model=False,
     ),
   ),
   "E1.9": (
     Analysis(
       "deviations",
       deviations.measure,
-      longbench(("narrativeqa",), _LIMIT, samples=4),
-      prose(1024, 2),
+      shared.longbench(("narrativeqa",), _LIMIT, samples=4),
+      shared.prose(1024, 2),
     ),
     _E1_9,
   ),

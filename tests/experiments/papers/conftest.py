@@ -24,7 +24,6 @@ INVENTED = Comparison(
   "Invented",
   Setup("longbench", ("trec", "lsht", "lcc"), (7500,), None),
   SMALL,
-  "query-aware",
   (
     *lines({"Full": "full", "Sinks": ("streaming", "streaming:sinks=2")}),
     fixed("Ours", "keydiff", Tokens(64), Tokens(40)),
