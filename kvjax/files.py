@@ -8,6 +8,7 @@ written to a temporary folder, checked, and on the disk before it gets its name.
 """
 
 import contextlib
+import io
 import json
 import os
 import pathlib
@@ -214,16 +215,20 @@ def append(path: Path, content: bytes) -> None:
     # Without a buffer, nothing is left for when the file is closed.
     with place.open("ab", buffering=0) as file:
       size = file.tell()
-      rest = memoryview(content)
       try:
-        while rest:
-          # An unbuffered write may take a part only.
-          rest = rest[file.write(rest) :]
+        write_all(file, content)
       except BaseException:
         file.truncate(size)
         raise
   except OSError as error:
     raise _unwritten(path, error) from error
+
+
+def write_all(file: io.FileIO, content: bytes) -> None:
+  """Writes to a file without a buffer, which may take a part at a time."""
+  rest = memoryview(content)
+  while rest:
+    rest = rest[file.write(rest) :]
 
 
 def sync(path: Path) -> None:

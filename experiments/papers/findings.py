@@ -4,8 +4,10 @@ import types
 from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
+import numpy as np
 from matplotlib.figure import Figure
 
+import kvjax
 from kvjax.experiments.report.formats import Table
 from kvjax.experiments.report.wording import count
 from kvjax.models.pretrained import Pretrained
@@ -45,6 +47,12 @@ class Subject(NamedTuple):
     span = dict.fromkeys((min(lengths), max(lengths)))
     tokens = " to ".join(f"{length:,}" for length in span)
     return f"{count(len(lengths), 'prompt')} of {tokens} tokens"
+
+  def random_prose(self, rows: int, length: int) -> kvjax.Prompts:
+    """Draws prompts of words; more rows begin with the same ones."""
+    words = self.lm.text.encode("The sky is blue and the grass is green.")
+    drawn = np.random.default_rng(self.seed).choice(words, (rows, length))
+    return kvjax.Prompts.of(drawn.tolist())
 
 
 class Findings(NamedTuple):

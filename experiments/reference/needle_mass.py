@@ -39,7 +39,7 @@ def sample_mass(lm: Pretrained, sample: Sample) -> Float[np.ndarray, "L N"]:
   # The answer starts with a blank, which is a separate token before digits.
   ids = prompt.context + prompt.question + lm.text.encode(" ")
   places = _places(prompt.context, value)
-  layers = activations(lm.model, lm.params, ids)
+  layers = activations(lm, ids)
   return np.array([_mass(layer, places) for layer in layers])
 
 

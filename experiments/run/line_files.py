@@ -127,11 +127,8 @@ class LineFile[Record: Line]:
             "choose another --output."
           )
         file.truncate(self._complete_bytes)
-        rest = memoryview(lines)
         try:
-          while rest:
-            # An unbuffered write may take a part only.
-            rest = rest[file.write(rest) :]
+          files.write_all(file, lines)
         finally:
           self._bytes = os.fstat(file.fileno()).st_size
     except OSError as error:

@@ -77,7 +77,7 @@ def by_decile(
 
 def _heads(subject: Subject, row: Sequence[int]) -> list[list[_Head]]:
   layers = []
-  for layer in activations(subject.lm.model, subject.lm.params, row):
+  for layer in activations(subject.lm, row):
     last = layer.keys.shape[2] - _QUERIES
     parts = [np.asarray(part, np.float64) for part in _statistics_of(layer)]
     heads = zip(*parts, strict=True)

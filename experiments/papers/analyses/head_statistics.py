@@ -53,7 +53,7 @@ def measure(subject: Subject) -> Findings:
   """Measures a line per layer, and draws maps of means over prompts."""
   prompts = []
   for row in track(subject.rows):
-    layer_activations = activations(subject.lm.model, subject.lm.params, row)
+    layer_activations = activations(subject.lm, row)
     prompts.append([statistics(layer) for layer in layer_activations])
   layers = [
     Statistics(*(jnp.concatenate(x) for x in zip(*of_layer, strict=True)))

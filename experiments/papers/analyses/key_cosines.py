@@ -34,7 +34,7 @@ class _Head(NamedTuple):
 
 def measure(subject: Subject) -> Findings:
   """Shows two heads of the first prompt."""
-  seen = activations(subject.lm.model, subject.lm.params, subject.rows[0])
+  seen = activations(subject.lm, subject.rows[0])
   heads = []
   for number in sorted({scaled_layer(x, _OF, len(seen)) for x in _LAYERS}):
     layer = seen[number]

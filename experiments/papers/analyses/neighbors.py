@@ -32,10 +32,7 @@ class _Layer(NamedTuple):
 def measure(subject: Subject) -> Findings:
   """Measures cosines by distance, and overlaps of top keys by cosine."""
   rows = [
-    [
-      _of_layer(layer)
-      for layer in activations(subject.lm.model, subject.lm.params, row)
-    ]
+    [_of_layer(layer) for layer in activations(subject.lm, row)]
     for row in track(subject.rows)
   ]
   layers = list(zip(*rows, strict=True))

@@ -18,6 +18,7 @@ from kvjax.engine.forward import (
 )
 from kvjax.kernels.attention.options import PLAIN, AttentionOptions
 from kvjax.model import Model
+from kvjax.models.pretrained import Pretrained
 from kvjax.prompts import bucket
 
 # Shorter vectors are as good as zero, and stay so.
@@ -25,7 +26,7 @@ _LEAST = 1e-12
 
 
 def activations(
-  model: Model, params: PyTree, tokens: Sequence[int]
+  lm: Pretrained, tokens: Sequence[int]
 ) -> tuple[Activations, ...]:
   """Computes queries, keys and values of every layer for one prompt.
 
@@ -43,7 +44,7 @@ def activations(
       values=layer.values[:, :, :length],
       positions=layer.positions[:, :length],
     )
-    for layer in _activations(model, params, padded, lengths)
+    for layer in _activations(lm.model, lm.params, padded, lengths)
   )
 
 

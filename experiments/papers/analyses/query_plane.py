@@ -35,7 +35,7 @@ class _Head(NamedTuple):
 
 def measure(subject: Subject) -> Findings:
   """Shows four heads of the first prompt."""
-  seen = activations(subject.lm.model, subject.lm.params, subject.rows[0])
+  seen = activations(subject.lm, subject.rows[0])
   places = dict.fromkeys(
     (layer, head % seen[layer].keys.shape[1])
     for layer, head in (

@@ -46,7 +46,7 @@ def measure(subject: Subject) -> Findings:
   read = _READ[subject.scale]
   layers: list[list[Mapping[int, Recalled]]] = []
   for row in track(subject.rows):
-    seen = activations(subject.lm.model, subject.lm.params, row)
+    seen = activations(subject.lm, row)
     layers.append([recall(layer, read) for layer in seen])
   by_probes = {
     probes: np.array([[of_layer[probes] for of_layer in row] for row in layers])

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 import kvjax
@@ -89,12 +88,10 @@ def measure(subject: Subject) -> Findings:
   """Measures milliseconds per module and step, on the device and offloaded."""
   reads = kvjax.Tokens(_READ[subject.scale])
   (length,) = subject.lengths
-  rng = np.random.default_rng(subject.seed)
-  words = subject.lm.text.encode("The sky is blue and the grass is green.")
   cache, _ = kvjax.prefill(
     subject.lm.model,
     subject.lm.params,
-    kvjax.Prompts.of([rng.choice(words, length).tolist()]),
+    subject.random_prose(1, length),
     kvjax.get_plan("ctkvr", reads),
   )
   layer, layers = _sparse_layer(cache)

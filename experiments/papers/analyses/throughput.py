@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 
 import jax
-import numpy as np
 from jaxtyping import Array, Float
 
 import kvjax
@@ -113,11 +112,9 @@ def _prefilled(
 ) -> tuple[Sequence[kvjax.Cache], Float[Array, "B V"]]:
   """Prefills random prose, the same rows first for every batch."""
   (length,) = subject.lengths
-  rng = np.random.default_rng(subject.seed)
-  words = subject.lm.text.encode("The sky is blue and the grass is green.")
-  rows = rng.choice(words, (batch, length - _STEPS)).tolist()
+  prompts = subject.random_prose(batch, length - _STEPS)
   caches, logits = kvjax.sweep(
-    subject.lm.model, subject.lm.params, kvjax.Prompts.of(rows), plans
+    subject.lm.model, subject.lm.params, prompts, plans
   )
   return caches, jax.block_until_ready(logits)
 

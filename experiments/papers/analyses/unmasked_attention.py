@@ -40,7 +40,7 @@ class Shares(NamedTuple):
 
 def measure(subject: Subject) -> Findings:
   """Compares the first chunk of a prompt, layer by layer."""
-  seen = activations(subject.lm.model, subject.lm.params, subject.rows[0])
+  seen = activations(subject.lm, subject.rows[0])
   tokens = list(subject.rows[0][:_CHUNK])
   lines, columns, maps = [], [], {}
   for number, layer in enumerate(seen):

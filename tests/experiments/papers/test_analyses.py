@@ -41,14 +41,14 @@ def test_what_is_observed_is_what_a_prefill_caches(subject):
   lm = subject.lm
   whole = kvjax.get_plan("full", kvjax.Retention(1.0))
   cache, _ = kvjax.prefill(lm.model, lm.params, kvjax.Prompts.of([row]), whole)
-  seen = observed.activations(lm.model, lm.params, row)
+  seen = observed.activations(lm, row)
   for layer, own in zip(cache.layers, seen, strict=True):
     np.testing.assert_allclose(
       layer.keys[:, :, : len(row)], own.keys, atol=1e-5
     )
     assert own.queries.shape[2] == len(row) < layer.keys.shape[2]
   count = observed._activations._cache_size()
-  observed.activations(lm.model, lm.params, row[:-1])
+  observed.activations(lm, row[:-1])
   assert observed._activations._cache_size() == count
 
 
