@@ -27,7 +27,6 @@ class Stage:
     rates: learning rate of the first and last step, geometric in between.
     shortest: the minimum length of a row, as a share of `length`.
     gate: minimum accuracy on first symbols per lesson.
-    whole_gate: minimum share of correct complete answers per lesson.
     layers: deepens the decoder to this number of layers first and restarts the
       optimizer with a warm-up; None continues with the current decoder.
   """
@@ -42,7 +41,6 @@ class Stage:
   rates: tuple[float, float]
   shortest: float = 1.0
   gate: Mapping[str, float] = dataclasses.field(default_factory=dict)
-  whole_gate: Mapping[str, float] = dataclasses.field(default_factory=dict)
   layers: int | None = None
 
   def rate(self, step: int) -> float:
@@ -58,15 +56,9 @@ class Stage:
     first, last = self.rates
     return first * (last / first) ** done
 
-  def passed(
-    self, first: Mapping[str, float], complete: Mapping[str, float]
-  ) -> bool:
-    """Returns whether accuracies by lesson pass both gates."""
-    return all(
-      measured[name] >= least
-      for measured, gate in ((first, self.gate), (complete, self.whole_gate))
-      for name, least in gate.items()
-    )
+  def passed(self, first: Mapping[str, float]) -> bool:
+    """Returns whether accuracies on first symbols by lesson pass the gate."""
+    return all(first[name] >= least for name, least in self.gate.items())
 
 
 def _shares(text: str) -> dict[str, float]:

@@ -73,7 +73,7 @@ class Trainer:
       first, complete = self._measure(stage, _VALIDATION_ROWS)
       self._log(stage, None, first, complete)
       done = self.state.extensions == _MOST_EXTENSIONS
-      if done or stage.passed(first, complete):
+      if done or stage.passed(first):
         self.state = self.state.next_stage()
         for following in self._stages[self.state.stage :][:1]:
           self._deepen(following)

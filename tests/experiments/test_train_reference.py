@@ -98,8 +98,7 @@ def test_accuracy_counts_first_symbols_and_whole_answers():
 def test_stages_are_consistent_and_their_batches_repeat(index):
   stage = curriculum.STAGES[index]
   assert stage.batch % stage.micro == 0
-  gated = {*stage.gate, *stage.whole_gate}
-  assert gated <= set(stage.mixture) <= set(LESSONS)
+  assert set(stage.gate) <= set(stage.mixture) <= set(LESSONS)
   one = batches.training_batch(stage, index, 3, 0, PIECES)
   two = batches.training_batch(stage, index, 3, 0, PIECES)
   other = batches.training_batch(stage, index, 4, 0, PIECES)
@@ -197,15 +196,6 @@ def test_rates_fall_within_a_stage_and_extensions_repeat_its_second_half():
   np.testing.assert_allclose(rates[8:12], rates[4:8])
   np.testing.assert_allclose(rates[12:], rates[4:8])
   assert rates[:8] == sorted(rates[:8], reverse=True)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("small")
-def test_whole_answers_are_gated_too(tmp_path):
-  stage = dataclasses.replace(STAGE, whole_gate={"gapped": 1.1})
-  run = Trainer(tmp_path, 0, (stage,))
-  run.run()
-  assert run.state.total == 2 * STAGE.steps
 
 
 @pytest.mark.parametrize(
