@@ -8,8 +8,7 @@ from absl import flags
 
 from kvjax.errors import InputError
 from kvjax.experiments import refusals
-from kvjax.experiments.benchmarks.base import Benchmark, Drawn, Request
-from kvjax.experiments.benchmarks.options import Option
+from kvjax.experiments.benchmarks.base import Benchmark, Drawn, Option, Request
 from kvjax.experiments.benchmarks.registry import BENCHMARKS
 from kvjax.experiments.inputs import (
   essay_inputs,

@@ -5,11 +5,17 @@ import pathlib
 import sys
 
 from kvjax.errors import InputError
-from kvjax.experiments.benchmarks.base import Drawn, Request
+from kvjax.experiments.benchmarks.base import (
+  ALWAYS,
+  CHAT,
+  OFFICIAL,
+  Drawn,
+  Request,
+)
 from kvjax.experiments.benchmarks.longbench import finder, reader, sets
 from kvjax.experiments.benchmarks.math.definition import NEW_TOKENS
 from kvjax.experiments.benchmarks.multiturn.definition import HISTORY
-from kvjax.experiments.benchmarks.options import ALWAYS, CHAT, DEPTHS, OFFICIAL
+from kvjax.experiments.benchmarks.needle.definition import DEPTHS
 from kvjax.experiments.benchmarks.registry import BENCHMARKS
 from kvjax.experiments.benchmarks.ruler import generator
 from kvjax.experiments.inputs import run_inputs

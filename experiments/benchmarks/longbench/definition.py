@@ -7,15 +7,16 @@ from typing import Any, override
 from kvjax.errors import InputError
 from kvjax.experiments.benchmarks import hub
 from kvjax.experiments.benchmarks.base import (
+  CHAT,
   Benchmark,
   Drawn,
+  Option,
   Presentation,
   Request,
 )
 from kvjax.experiments.benchmarks.kvpress_layout import KvpressLayout
 from kvjax.experiments.benchmarks.longbench import finder, reader, sets
 from kvjax.experiments.benchmarks.longbench.averages import averages
-from kvjax.experiments.benchmarks.options import CHAT, Option
 from kvjax.experiments.run.results import Answer, Samples, data_name
 from kvjax.models.pretrained import Pretrained
 

@@ -16,13 +16,13 @@ from kvjax.experiments.benchmarks import hub
 from kvjax.experiments.benchmarks.base import (
   Benchmark,
   Drawn,
+  Option,
   Presentation,
   Request,
 )
 from kvjax.experiments.benchmarks.kvpress_layout import KvpressLayout
 from kvjax.experiments.benchmarks.math import arithmetic, problems
 from kvjax.experiments.benchmarks.math.problems import Problem
-from kvjax.experiments.benchmarks.options import Option
 from kvjax.experiments.run.prompting import Prompt
 from kvjax.experiments.run.results import Answer, Part, data_name
 from kvjax.experiments.tasks.sample import Sample, in_words

@@ -3,9 +3,8 @@
 from typing import cast, override
 
 from kvjax.errors import InputError
-from kvjax.experiments.benchmarks.base import Benchmark, Drawn, Request
+from kvjax.experiments.benchmarks.base import Benchmark, Drawn, Option, Request
 from kvjax.experiments.benchmarks.multiturn import generator
-from kvjax.experiments.benchmarks.options import Option
 from kvjax.experiments.run.prompting import (
   FIRST_QUERY_AWARE,
   QUERY_AGNOSTIC,

@@ -12,13 +12,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, override
 
 from kvjax.experiments.benchmarks.base import (
+  CHAT,
   Benchmark,
   Drawn,
+  Option,
   Presentation,
   Request,
 )
 from kvjax.experiments.benchmarks.kvpress_layout import KvpressLayout
-from kvjax.experiments.benchmarks.options import CHAT, DEPTHS, Option
 from kvjax.experiments.run.results import Answer, Part
 from kvjax.experiments.tasks import niah, passkey, prose
 from kvjax.experiments.tasks.sample import OnDraw, Sample, ignore
@@ -29,6 +30,13 @@ NEEDLE = niah.NeedleTask("needle", "essay", max_new_tokens=30)
 PASSKEY = "passkey"
 # Default samples per length and depth.
 SAMPLES = 3
+DEPTHS = Option(
+  "depths",
+  10,
+  "Number of depths of needle and passkey.",
+  lowest=1,
+  highest=1000,
+)
 
 _Draw = Callable[[random.Random, int, float], Sample]
 

@@ -13,7 +13,7 @@ from colors.metric import hue
 
 from kvjax.experiments.benchmarks import registry
 from kvjax.experiments.benchmarks.base import Presentation, Request
-from kvjax.experiments.benchmarks.options import DEPTHS
+from kvjax.experiments.benchmarks.needle.definition import DEPTHS
 from kvjax.experiments.metrics import registry as metrics
 from kvjax.experiments.tasks.sample import Sample
 

@@ -1,8 +1,12 @@
 """Questions for the color of a door."""
 
 from colors.metric import hue
-from kvjax.experiments.benchmarks.base import Benchmark, Drawn, Presentation
-from kvjax.experiments.benchmarks.options import Option
+from kvjax.experiments.benchmarks.base import (
+  Benchmark,
+  Drawn,
+  Option,
+  Presentation,
+)
 from kvjax.experiments.metrics import registry
 from kvjax.experiments.run.results import Part
 from kvjax.experiments.tasks.sample import Sample
