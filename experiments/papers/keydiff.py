@@ -20,6 +20,7 @@ from kvjax.experiments.papers.data_model import (
   Comparison,
   Parts,
   Setup,
+  Targets,
 )
 from kvjax.options.budgets import Retention, Tokens
 from kvjax.options.schedules import Schedule
@@ -39,14 +40,7 @@ _BUDGETS = shared.budgets(
   }
 )
 # Each of these has its own prefill, so four would take too long.
-_TWO = tuple(
-  dataclasses.replace(column, small=column.small if index < 2 else None)
-  for index, column in enumerate(_BUDGETS)
-)
-_ONE = tuple(
-  dataclasses.replace(column, small=column.small if index == 1 else None)
-  for index, column in enumerate(_BUDGETS)
-)
+_TWO, _ONE = shared.small_at(_BUDGETS, 0, 1), shared.small_at(_BUDGETS, 1)
 _SCALING = (
   "Methods keep the shares that the paper's budgets keep of LongBench on "
   "average (31, 53, 67 and 77 %)"
@@ -67,7 +61,12 @@ def _in_blocks(size: int) -> Schedule:
   return Schedule(block=size, every=1)
 
 
-def _compared(name: str, block: int, methods: dict[str, str]) -> Comparison:
+def _compared(
+  name: str,
+  block: int,
+  methods: dict[str, str],
+  targets: tuple[Targets, ...] = (),
+) -> Comparison:
   """Defines LongBench in blocks; the small setup has blocks of an eighth."""
   return Comparison(
     name,
@@ -76,14 +75,13 @@ def _compared(name: str, block: int, methods: dict[str, str]) -> Comparison:
     shared.lines(methods),
     _ONE,
     _AVERAGES,
+    targets,
     scaling=_BLOCKS,
   )
 
 
 _E2_1 = dataclasses.replace(
-  _compared("blocks of 128", 128, _METHODS),
-  columns=_TWO,
-  targets=printed.read("E2.1"),
+  _compared("blocks of 128", 128, _METHODS, printed.read("E2.1")), columns=_TWO
 )
 
 _OVER_20 = tuple(name for name in shared.ALL_21 if name != "narrativeqa")
@@ -100,12 +98,8 @@ _E2_2 = dataclasses.replace(
 
 _FIVE = {name: _METHODS[name] for name in _METHODS if name != "KeyL2Norm"}
 _E2_3 = (
-  dataclasses.replace(
-    _compared("blocks of 64", 64, _FIVE), targets=printed.read("E2.3_64")
-  ),
-  dataclasses.replace(
-    _compared("blocks of 256", 256, _FIVE), targets=printed.read("E2.3_256")
-  ),
+  _compared("blocks of 64", 64, _FIVE, printed.read("E2.3_64")),
+  _compared("blocks of 256", 256, _FIVE, printed.read("E2.3_256")),
 )
 
 _VARIANTS = {
@@ -119,12 +113,12 @@ _VARIANTS = {
   "+10 %": "keydiff:recent_frac=0.1",
   "+20 %": "keydiff:recent_frac=0.2",
 }
-_E2_4 = dataclasses.replace(
-  _compared("variants", 128, _VARIANTS), targets=printed.read("E2.4")
-)
+_E2_4 = _compared("variants", 128, _VARIANTS, printed.read("E2.4"))
 
 
-def _math(new_tokens: int, columns: tuple[Column, ...]) -> Comparison:
+def _math(
+  new_tokens: int, columns: tuple[Column, ...], targets: tuple[Targets, ...]
+) -> Comparison:
   """Defines Math-500 with answers of at most so many tokens."""
   return Comparison(
     f"{new_tokens // 1024}K tokens",
@@ -146,6 +140,7 @@ def _math(new_tokens: int, columns: tuple[Column, ...]) -> Comparison:
       shared.plain("flexible match", ("math500",)),
       shared.plain("exact match", ("math500",), "same_text"),
     ),
+    targets,
   )
 
 
@@ -159,19 +154,17 @@ _MATH = (
           "N = 2,048": (Tokens(2048), Tokens(128)),
         }
       ),
+      printed.read("E2.14_4k"),
     ),
     small=Setup(
       *("arithmetic", ("arithmetic",), (), 8), schedule=_WHOLE, new_tokens=128
     ),
-    targets=printed.read("E2.14_4k"),
     scaling="Answers have at most 128 tokens, and methods keep 64 and 128.",
   ),
-  dataclasses.replace(
-    _math(
-      8192,
-      shared.budgets({"N = 2,048": Tokens(2048), "N = 4,096": Tokens(4096)}),
-    ),
-    targets=printed.read("E2.14_8k"),
+  _math(
+    8192,
+    shared.budgets({"N = 2,048": Tokens(2048), "N = 4,096": Tokens(4096)}),
+    printed.read("E2.14_8k"),
   ),
 )
 

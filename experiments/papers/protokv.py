@@ -79,12 +79,7 @@ _E1_1 = Comparison(
     }
   ),
   # All four would take too long.
-  (
-    dataclasses.replace(_BUDGETS[0], small=None),
-    _B128,
-    dataclasses.replace(_BUDGETS[2], small=None),
-    _B512,
-  ),
+  shared.small_at(_BUDGETS, 1, 3),
   _OVER_16,
   printed.read("E1.1"),
   quoted=("SentenceKV",),

@@ -1,5 +1,6 @@
 """Tasks and setups that the experiments of several papers share."""
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -108,6 +109,14 @@ def budgets(
 ) -> tuple[Column, ...]:
   """Defines columns of budgets: the paper's and the small ones, or of both."""
   return _columns("budget", columns)
+
+
+def small_at(columns: Sequence[Column], *indexes: int) -> tuple[Column, ...]:
+  """Leaves all columns but these out of the small setup."""
+  return tuple(
+    column if index in indexes else dataclasses.replace(column, small=None)
+    for index, column in enumerate(columns)
+  )
 
 
 def lengths(
