@@ -22,7 +22,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
-import numpy as np
 from absl import flags
 
 import kvjax
@@ -31,9 +30,8 @@ from kvjax.experiments.inputs.number_lists import parse_numbers
 from kvjax.experiments.report import benchmark_tables, wording
 from kvjax.experiments.run import outputs, progress_bar
 from kvjax.experiments.run.environment import device
-from kvjax.experiments.timing import compile_timing
+from kvjax.experiments.timing import compile_timing, random_models
 from kvjax.experiments.timing.compile_timing import Timed, twice
-from kvjax.experiments.timing.random_models import random_llama
 
 _LAYERS = flags.DEFINE_list("layers", ["4", "32"], "Numbers of layers.")
 _ROWS = flags.DEFINE_integer("rows", 4, "Prompts per batch.", lower_bound=1)
@@ -54,6 +52,7 @@ _METHODS = (
   *("adakv", "chunkkv", "keydiff", "lagkv:lag=128", "compactor", "protokv"),
 )
 _DEEPEST = 9999
+_VOCABULARY = 49_152
 _RETENTIONS = (0.5, 0.25, 0.1)
 _SWEEP_LAYERS = 30
 _TOKENS = 128
@@ -88,8 +87,8 @@ def main() -> None:
 
 def _model(layers: int) -> tuple[kvjax.Model, Any]:
   """Creates a decoder of SmolLM2-135M's sizes."""
-  _, model, params = random_llama(
-    vocab_size=49_152,
+  _, model, params = random_models.random_llama(
+    vocab_size=_VOCABULARY,
     hidden_size=576,
     intermediate_size=1536,
     num_hidden_layers=layers,
@@ -102,9 +101,7 @@ def _model(layers: int) -> tuple[kvjax.Model, Any]:
 
 
 def _prompts(length: int) -> kvjax.Prompts:
-  draw = np.random.default_rng(0)
-  rows = draw.integers(0, 49_152, (_ROWS.value, length))
-  return kvjax.Prompts.of(rows.tolist())
+  return random_models.prompts(_VOCABULARY, _ROWS.value, length)
 
 
 def _prefill_and_decode(layers: int) -> Iterator[Timed]:

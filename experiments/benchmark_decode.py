@@ -39,7 +39,6 @@ import pathlib
 import statistics
 from collections.abc import Iterator, Mapping
 
-import numpy as np
 from absl import flags
 
 import kvjax
@@ -199,9 +198,8 @@ def _check_room(lm: Pretrained, given: Mapping[str, int]) -> None:
 def _contexts(lm: Pretrained, length: int, rows: int) -> kvjax.Prompts:
   """Draws prose with a needle, different in each row, or tokens at random."""
   if lm.tokenizer is None:
-    rng = np.random.default_rng(run_inputs.SEED.value)
-    ids = rng.integers(lm.config.vocab_size, size=(rows, length))
-    return kvjax.Prompts.of(ids.tolist())
+    ids, seed = lm.config.vocab_size, run_inputs.SEED.value
+    return random_models.prompts(ids, rows, length, seed)
   grid = Grid([length], [0.5], rows, run_inputs.SEED.value, lm.text.count)
   (drawn,) = needle_samples(grid).values()
   prompts = [Prompt.of_sample(lm.text, sample) for sample in drawn]

@@ -10,13 +10,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 import kvjax
 from kvjax.experiments import cli
 from kvjax.experiments.peers.serving import Memory, serve
 from kvjax.experiments.run import stopwatch
-from kvjax.experiments.timing import layer_compression
+from kvjax.experiments.timing import layer_compression, random_models
 from kvjax.model import Geometry
 from kvjax.models.pretrained import load_decoder
 
@@ -70,16 +69,15 @@ class Side:
     self, method: str, retention: float, rows: int, length: int
   ) -> float:
     """Prefills prompts and compresses their cache."""
-    prompts = self._prompts(rows, length)
+    prompts = random_models.prompts(_TOKEN_IDS, rows, length)
     return stopwatch.seconds(lambda: self._prefill(method, retention, prompts))
 
   def decode(
     self, method: str, retention: float, rows: int, length: int, new_tokens: int
   ) -> float:
     """Decodes after a prefill, which does not count."""
-    cache, logits = self._prefill(
-      method, retention, self._prompts(rows, length)
-    )
+    prompts = random_models.prompts(_TOKEN_IDS, rows, length)
+    cache, logits = self._prefill(method, retention, prompts)
     jax.block_until_ready(cache)
     decoding = kvjax.Decoding(max_new_tokens=new_tokens)
     return stopwatch.seconds(
@@ -97,7 +95,7 @@ class Side:
     plans = [
       kvjax.get_plan(name, kvjax.Retention(share)) for name, share in cells
     ]
-    prompts = self._prompts(rows, length)
+    prompts = random_models.prompts(_TOKEN_IDS, rows, length)
     decoding = kvjax.Decoding(max_new_tokens=new_tokens)
 
     def answer() -> None:
@@ -125,11 +123,6 @@ class Side:
     plan = kvjax.get_plan(method, kvjax.Retention(retention))
     activations = layer_compression.draw(geometry, length, self._dtype)
     return layer_compression.Compression(plan).seconds(geometry, activations)
-
-  def _prompts(self, rows: int, length: int) -> kvjax.Prompts:
-    draw = np.random.default_rng(0)
-    tokens = draw.integers(0, _TOKEN_IDS, (rows, length))
-    return kvjax.Prompts.of(tokens.tolist())
 
   def _prefill(
     self, method: str, retention: float, prompts: kvjax.Prompts

@@ -1,10 +1,12 @@
-"""Models with random weights, to be timed."""
+"""Models with random weights and prompts of random tokens, to be timed."""
 
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
+import kvjax
 from kvjax.errors import InputError
 from kvjax.experiments.compilation.published import Published
 from kvjax.models.config import DecoderConfig
@@ -53,3 +55,9 @@ def with_sizes(name: str, dtype: str, layers: int | None = None) -> Pretrained:
   config = published.config(layers or published.layers)
   decoder = Decoder(config, dtype=jnp.dtype(dtype), rngs=nnx.Rngs(0))
   return Pretrained(*from_decoder(decoder), config, None)
+
+
+def prompts(ids: int, rows: int, length: int, seed: int = 0) -> kvjax.Prompts:
+  """Draws prompts of token ids below `ids`."""
+  drawn = np.random.default_rng(seed).integers(ids, size=(rows, length))
+  return kvjax.Prompts.of(drawn.tolist())
