@@ -24,6 +24,9 @@ all answers for each run. An interrupted run resumes where it stopped. With
 import pathlib
 from collections.abc import Mapping, Sequence
 
+import rich.box
+import rich.console
+import rich.table
 from absl import flags
 
 from kvjax import addresses
@@ -38,13 +41,7 @@ from kvjax.experiments.inputs import (
   run_inputs,
   text_inputs,
 )
-from kvjax.experiments.papers import (
-  catalogue,
-  execution,
-  programs,
-  registry,
-  running,
-)
+from kvjax.experiments.papers import execution, programs, registry, running
 from kvjax.experiments.papers.data_model import (
   FROM_FILES,
   Analysis,
@@ -106,7 +103,7 @@ def main(ids: Sequence[str]) -> None:
   """Lists all experiments, or runs the given ones."""
   console = host_inputs.console()
   if not ids:
-    console.print(catalogue.terminal())
+    console.print(_listed())
     return
   chosen = registry.find(ids)
   given = _given()
@@ -151,6 +148,41 @@ def main(ids: Sequence[str]) -> None:
     for experiment in remaining:
       run(experiment, session, _folder(experiment), console)
       sending.send_if_due(now=True)
+
+
+def _listed() -> rich.console.Group:
+  """Lists the experiments, in a table per paper."""
+  papers = dict.fromkeys(e.paper for e in registry.EXPERIMENTS.values())
+  return rich.console.Group(
+    *map(_table, papers),
+    "kvjax reproduce ID runs one; --model=DIR takes your model and --data=DIR "
+    "LongBench's files. The minutes are for the bundled model and generated "
+    "prompts on two cores.",
+  )
+
+
+def _table(paper: str) -> rich.table.Table:
+  experiments = [e for e in registry.EXPERIMENTS.values() if e.paper == paper]
+  table = rich.table.Table(
+    title=f"{paper}: {experiments[0].models}",
+    box=rich.box.SIMPLE_HEAD,
+    pad_edge=False,
+    padding=(0, 1, 0, 0),
+    title_justify="left",
+  )
+  table.add_column("id", no_wrap=True)
+  for name in ("shows", "data needed", "runs without model and data"):
+    table.add_column(name)
+  table.add_column("min", justify="right", no_wrap=True)
+  for experiment in experiments:
+    table.add_row(
+      experiment.id,
+      experiment.title,
+      experiment.needs or "none",
+      experiment.why_not or experiment.instead,
+      "" if experiment.why_not else str(experiment.minutes),
+    )
+  return table
 
 
 def _folder(experiment: Experiment) -> pathlib.Path:
