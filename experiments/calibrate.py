@@ -43,6 +43,7 @@ Source: Chari and Van Durme, arXiv 2507.08143, Section 3.4.
 """
 
 import dataclasses
+import math
 import pathlib
 import shlex
 import time
@@ -59,13 +60,7 @@ from kvjax.errors import InputError
 from kvjax.experiments import cli
 from kvjax.experiments.benchmarks import essays
 from kvjax.experiments.benchmarks.ruler import generator
-from kvjax.experiments.calibration import (
-  dry_run,
-  fits,
-  measuring,
-  notes,
-  writing,
-)
+from kvjax.experiments.calibration import dry_run, fits, measuring, writing
 from kvjax.experiments.calibration.answers import TokenWeights
 from kvjax.experiments.calibration.fits import PAPER, PREFILL, RECITE
 from kvjax.experiments.calibration.measuring import Measurement, Measurements
@@ -78,6 +73,7 @@ from kvjax.experiments.inputs import (
   text_inputs,
 )
 from kvjax.experiments.inputs.passed_on import passed_on
+from kvjax.experiments.report import wording
 from kvjax.experiments.run import environment, multihost, outputs, results
 from kvjax.experiments.run.candidates import (
   DEFAULT,
@@ -325,12 +321,17 @@ def _others() -> int:
 
 
 def _too_few(parts: int) -> str:
-  """Says if there are too few contexts to promise --tau."""
-  if _RULE.value == PAPER:
+  """Says if the promises of n contexts, up to n / (n + 1), are below --tau."""
+  tau, others = _TAU.value, _others()
+  flag, samples = ("others", others) if others else ("samples", _SAMPLES.value)
+  needed = 0 if tau == 1 else math.ceil(tau / (1 - tau) - 1e-9)
+  if _RULE.value == PAPER or samples * parts >= needed:
     return ""
-  others = _others()
-  flag, count = ("others", others) if others else ("samples", _SAMPLES.value)
-  return notes.too_few(_TAU.value, flag, count, parts)
+  return (
+    f"{wording.count(samples * parts, 'context')} of --{flag} cannot promise "
+    f"--tau={tau:g}, so every context is kept whole; {needed} can, as "
+    f"--{flag}={math.ceil(needed / parts)} draws."
+  )
 
 
 def _trials(records: str) -> str:
