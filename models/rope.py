@@ -85,15 +85,11 @@ class Rope:
         f"Keys of a {self.kind} rotary embedding cannot be moved to other "
         "places: their angles depend on the length of the row."
       )
-    # Tokens move by different amounts in each head, and a table is that of a
-    # row, so heads become rows.
-    shift = by.reshape(-1, by.shape[2])
     # Without the scale of yarn, which the keys have from their first rotation.
-    frequencies, _ = FREQUENCIES[self.kind](self, shift)
-    angles = shift.astype(jnp.float32)[:, :, None] * frequencies[:, None, :]
-    flat = keys.reshape(-1, 1, *keys.shape[2:])
-    tables = jnp.cos(angles), jnp.sin(angles)
-    return self.rotate(flat, tables).reshape(keys.shape)
+    frequencies, _ = FREQUENCIES[self.kind](self, by[:, 0])
+    # Rows and heads stay two axes: as one, devices would gather the heads.
+    angles = by.astype(jnp.float32)[..., None] * frequencies[:, None, None]
+    return _turn(keys, jnp.cos(angles), jnp.sin(angles), self.interleaved)
 
 
 def rotate(
@@ -110,9 +106,18 @@ def rotate(
     sin: sines.
     interleaved: pairs are (2i, 2i + 1) instead of (i, i + R).
   """
+  return _turn(x, cos[:, None], sin[:, None], interleaved)
+
+
+def _turn(
+  x: Float[Array, "B H S D"],
+  cos: Float[Array, "B #H S R"],
+  sin: Float[Array, "B #H S R"],
+  interleaved: bool,
+) -> Float[Array, "B H S D"]:
+  """Rotates pairs of channels, in each head by angles of its own; `rotate`."""
   width = 2 * cos.shape[-1]
   turned = x[..., :width].astype(jnp.float32)
-  cos, sin = cos[:, None], sin[:, None]
   if interleaved:
     low, high = turned[..., ::2], turned[..., 1::2]
   else:

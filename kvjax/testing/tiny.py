@@ -106,8 +106,8 @@ class TinyModel:
     keys = _heads(hidden @ weights["key"], spec.kv_heads, spec.key_dim)
     values = _heads(hidden @ weights["value"], spec.kv_heads, spec.value_width)
     activations = Activations(
-      queries=_rotate(queries, positions),
-      keys=_rotate(keys, positions),
+      queries=_rotate(queries, positions[:, None]),
+      keys=_rotate(keys, positions[:, None]),
       values=values,
       positions=positions,
       keys_unrotated=keys,
@@ -147,10 +147,7 @@ class TinyModel:
   ) -> Float[Array, "B K T D"]:
     """Moves keys that were rotated at positions p to p + `by`."""
     del spec  # All layers rotate in the same way.
-    rotated = _rotate(
-      keys.reshape(-1, 1, *keys.shape[2:]), by.reshape(-1, by.shape[2])
-    )
-    return rotated.reshape(keys.shape)
+    return _rotate(keys, by)
 
 
 def _heads(
@@ -166,11 +163,11 @@ def _heads(
 
 
 def _rotate(
-  x: Float[Array, "B H S D"], positions: Int[Array, "B S"]
+  x: Float[Array, "B H S D"], positions: Int[Array, "B #H S"]
 ) -> Float[Array, "B H S D"]:
   half = x.shape[-1] // 2
   speed = 100.0 ** (-jnp.arange(half, dtype=jnp.float32) / half)
-  places = positions.astype(jnp.float32)[:, None, :, None]
+  places = positions.astype(jnp.float32)[..., None]
   angles = places * speed[None, None, None]
   low, high = jnp.split(x.astype(jnp.float32), 2, axis=-1)
   cos, sin = jnp.cos(angles), jnp.sin(angles)

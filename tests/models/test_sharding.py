@@ -3,14 +3,18 @@
 import pathlib
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 import kvjax
 from kvjax.cache.sharding import parse_mesh, split_mesh
 from kvjax.errors import InputError
+from kvjax.kernels.compiled.collectives import collectives
+from kvjax.kernels.compiled.hlo import Module
 from kvjax.models.pretrained import load_decoder
+from kvjax.models.rope import Rope
 from kvjax.testing import kept_positions
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "transformers"
@@ -103,6 +107,18 @@ def test_heads_that_do_not_divide_stay_whole():
   divides = model.geometry.layers[0].kv_heads % 4 == 0
   expected = PartitionSpec(None, None, "model" if divides else None)
   assert kernel.sharding.spec == expected
+
+
+def test_keys_turn_where_their_heads_are():
+  """Each device has one head of both rows, and sends nothing."""
+  mesh = parse_mesh("model:4")
+  own = NamedSharding(mesh, PartitionSpec("data", "model"))
+  keys = jax.ShapeDtypeStruct((2, 4, 16, 8), jnp.float32, sharding=own)
+  by = jax.ShapeDtypeStruct((2, 4, 16), jnp.int32, sharding=own)
+  compiled = jax.jit(Rope("default", 1e4, 8, 64).rerotate).lower(keys, by)
+  compiled = compiled.compile()
+  assert compiled.output_shardings.spec == own.spec
+  assert collectives(Module.of(compiled.as_text())) == []
 
 
 @pytest.mark.parametrize(
