@@ -47,6 +47,8 @@ _BY_DEFAULT = "It takes "
 _AS_LONG = {"output", "seed"}
 # Flags of programs that run on several hosts.
 _OF_HOSTS = ("multihost", "coordinator", "hosts", "host", "host_timeout")
+# By them, what a context is decides how much of it is kept.
+_BY_CONTEXT = ("threshold", "tau", "calibrations")
 _FORMATTED = warnings.formatwarning
 # What absl says of values that Python does not convert.
 _UNCONVERTED = re.compile(
@@ -298,6 +300,11 @@ def _no_flag(name: str) -> str:
       f"This program runs on one host, without --{name}; evaluate, compare, "
       "trials, reproduce, retrieval_recall, calibrate, calibrate_queries, "
       "train_gate and finetune run on several."
+    )
+  if name in _BY_CONTEXT and "budget" in own:
+    return (
+      f"This program takes numbers, without --{name}, by which the context "
+      "decides how much is kept; give --retention or --budget."
     )
   guess, shown = suggest(name, own), readable(name, _LONGEST)
   if "trials" in own:

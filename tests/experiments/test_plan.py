@@ -380,6 +380,7 @@ def test_a_few_layers_tell_what_whole_models_take(use, kinds):
     (["--search", "--slice=v5e-8"], "--search and --slice do not go together"),
     (["--retention=0.5,0.25"], "A plan has one budget; give --retention or"),
     (["--budget="], "A plan has one budget; give --retention or --budget one"),
+    (["--threshold=-4"], "This program takes numbers, without --threshold, by"),
     (["--budget=64", "--retention=0.5"], "--retention and --budget do not go"),
     (["--chips=v5e"], "--chips is for --search."),
     (["--search", "--chips=v3"], "--chips has 'v3'; there are v5e, v5p, "),
