@@ -127,8 +127,7 @@ class Checkpoints:
       return fresh
     for step in steps:
       tree = self._read(int(step), fresh)
-      # Hosts go on from the same one.
-      if all(multihost.gather(b"read" if tree else b"")):
+      if tree:
         return _from_tree(tree, fresh)
       logging.warning(
         "The checkpoint %s is damaged, and passed over.",
@@ -147,16 +146,30 @@ class Checkpoints:
     return " ".join(str(n) for n in numbers if _stage(n) == stage).encode()
 
   def _read(self, step: int, fresh: Progress) -> dict[str, Any]:
-    """Reads a checkpoint; nothing if it is damaged."""
-    one = ocp.Context()
-    one.pytree.loading.partial_load = True
+    """Reads a checkpoint on all hosts; nothing if it is damaged for one."""
+    # Where many reads fail at a time, orbax leaves tasks behind, of which
+    # Python prints the errors: a part comes first.
+    part: dict[str, Any] = {"counters": {"total": np.asarray(0)}}
+    tree: dict[str, Any] = {}
+    for wanted, partial in ((part, True), (_as_tree(fresh), False)):
+      tree = self._read_alone(step, wanted, partial)
+      # Hosts go on from the same one, and number what they read alike.
+      if not all(multihost.gather(b"read" if tree else b"")):
+        return {}
+    return tree
+
+  def _read_alone(
+    self, step: int, wanted: dict[str, Any], partial: bool
+  ) -> dict[str, Any]:
+    """Reads what this host has of a checkpoint; nothing if it is damaged."""
+    own = ocp.Context()
+    own.pytree.loading.partial_load = partial
+    # Hosts that can read would wait for one that cannot.
+    own.multiprocessing.primary_host = jax.process_index()
+    own.multiprocessing.active_processes = {jax.process_index()}
     try:
-      with without_log():
-        # Where many reads fail at a time, orbax leaves tasks behind, of which
-        # Python prints the errors.
-        with one:
-          self._checkpointer.load(step, {"counters": {"total": np.asarray(0)}})
-        tree: dict[str, Any] = self._checkpointer.load(step, _as_tree(fresh))
+      with without_log(), own:
+        tree: dict[str, Any] = self._checkpointer.load(step, wanted)
     except (KeyError, OSError, ValueError):
       return {}
     return tree
