@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.cache.sharding import parse_mesh
+from kvjax.cache.sharding import parse_mesh, split_mesh
 from kvjax.engine import blocks
 from kvjax.engine.preparing import prepare_repeated
 from kvjax.experiments.compilation.engine_programs import (
   placed_shapes,
   share_bytes,
 )
-from kvjax.experiments.compilation.published import LLAMA
+from kvjax.experiments.compilation.published import LLAMA, Published
 from kvjax.kernels.attention import chunked
 from kvjax.kernels.compiled.collectives import (
   Collective,
@@ -97,6 +97,25 @@ def test_a_compressed_cache_takes_less_of_a_device_than_a_full_one(name):
       for each in ("full", name)
     )
   assert kept < full
+
+
+@pytest.mark.parametrize("kv_heads", [2, 3])
+@pytest.mark.parametrize("name", ["keydiff", "adakv"])
+def test_devices_share_what_is_kept_of_heads_that_do_not_divide(name, kv_heads):
+  """In pages: two on four devices, as eight on sixteen, and three."""
+  heads = {"num_attention_heads": 12 * kv_heads, "head_dim": 128}
+  fields = {**LLAMA.fields, **heads, "num_key_value_heads": kv_heads}
+  mesh = split_mesh(parse_mesh("model:4"), kv_heads)
+  model, params = Published("few", fields).shapes(mesh, 2)
+  with jax.set_mesh(mesh):
+    full, kept = (
+      share_bytes(cache_of(each, model, params, 4096, 1))
+      for each in ("full", name)
+    )
+  slots = 4096 * kv_heads * 2 * (2 * 128 * 2 + 4)
+  # Besides, all devices of a head have room for the answer.
+  assert slots / 4 < full < 1.05 * slots / 4
+  assert kept < 0.3 * full
 
 
 def test_collectives_in_loops_and_branches_are_counted():
