@@ -9,10 +9,12 @@ import re
 import shutil
 import uuid
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
+import numpy as np
+from jaxtyping import Array, Shaped
 
 from kvjax import files, hosts
 from kvjax.addresses import fetch, is_address, written
@@ -28,6 +30,8 @@ DESCRIPTION = "cache.json"
 _ARRAYS = "arrays-"
 _NAME = re.compile(f"{_ARRAYS}[0-9a-f]+")
 _BLOCK = 2**20
+# Bytes of the least that is stored apart.
+_LEAST = 2**20
 # What orbax raises if a disk is full, or another host has failed.
 _UNWRITTEN = (OSError, ValueError, jax.errors.JaxRuntimeError)
 # What a description raises whose fields are other than `save_cache` writes.
@@ -119,7 +123,7 @@ def save_cache(
   try:
     # Orbax refuses arrays without elements, which the description restores.
     filled = {path: array for path, array in arrays.items() if array.size}
-    files.orbax().save(directory / name, filled)
+    _write(directory / name, filled)
   except BaseException as error:
     failure = error
 
@@ -140,6 +144,39 @@ def save_cache(
   if failure is not None:  # On another host alone.
     with _said(directory):
       raise failure
+
+
+def _write(folder: pathlib.Path, arrays: Arrays) -> None:
+  """Writes arrays such that rows and heads of large ones are read alone."""
+  orbax = files.orbax()
+
+  def stored(path: Any, array: Shaped[Array | np.ndarray, "..."]) -> Any:
+    del path
+    saving = orbax.options.ArrayOptions.Saving
+    return saving.StorageOptions(shard_axes=_split(array.shape, array.nbytes))
+
+  context = orbax.Context()
+  context.array.saving.scoped_storage_options_creator = stored
+  with context:
+    orbax.save(folder, arrays)
+
+
+def _split(shape: Sequence[int], nbytes: int) -> tuple[int, ...]:
+  """Chooses the axes whose elements are stored apart: of rows, and of heads.
+
+  Meshes share them out, and a device reads whole parts.
+
+  Args:
+    shape: shape of an array of a stack of layers.
+    nbytes: its size.
+  """
+  axes: list[int] = []
+  for axis in range(1, min(3, len(shape))):
+    nbytes //= shape[axis]
+    if nbytes < _LEAST:
+      break
+    axes.append(axis)
+  return tuple(axes)
 
 
 def _on_first(directory: pathlib.Path, act: Callable[[], str]) -> str:

@@ -142,6 +142,27 @@ def test_four_devices(saved_on, loaded_on, tmp_path):
   assert on(loaded_on, lambda: answers(again)) == answers(prefilled())
 
 
+def test_heads_of_large_arrays_are_stored_apart(tmp_path):
+  """A mebibyte of each; their positions, which take less, are not."""
+  model = TinyModel(kvjax.Geometry.uniform(4, 2, 2, 32, 4096))
+  prompts = kvjax.Prompts.of([[1] * 2048, [2] * 2048])
+  plan = kvjax.get_plan("full", kvjax.Retention(1.0))
+  cache, _ = kvjax.prefill(model, model.init(), prompts, plan)
+  save(cache, tmp_path, model=model)
+  (folder,) = tmp_path.glob("arrays-*")
+  stored = files.orbax().metadata(folder).metadata
+  chunks = {
+    name: each.storage_metadata.chunk_shape for name, each in stored.items()
+  }
+  (stack,) = cache.stacks
+  assert stack.keys.shape == (4, 2, 2, 2048, 32)
+  assert chunks["cache.stacks.0.keys"] == (4, 1, 1, 2048, 32)
+  assert chunks["cache.stacks.0.values"] == (4, 1, 1, 2048, 32)
+  assert chunks["cache.stacks.0.positions"] == stack.positions.shape
+  with jax.set_mesh(parse_mesh("data:2,model:2")):
+    assert_same_bits(load(tmp_path, model=model), cache)
+
+
 @pytest.mark.parametrize(
   ("options", "said"),
   [
