@@ -43,7 +43,7 @@ MOST = {"data:4": 4, "context:4": 0}
 # Whose scores compare query heads; those of others stay with their keys.
 COMPARING = {
   *("h2o", "tova", "snapkv", "dropkv", "rkv"),
-  *("triattention", "triattention:choice=model"),
+  "triattention:choice=model",
 }
 
 
