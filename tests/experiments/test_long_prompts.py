@@ -100,3 +100,16 @@ def test_what_is_kept_takes_its_share_of_a_device(full, copies):
   layer = copies * slot / LAYERS * full.tokens / devices
   assert of_kept[0] < of_full[0] + 4 * layer
   assert of_kept[1] < of_full[1] + layer
+
+
+@pytest.mark.libtpu
+def test_a_million_tokens_take_of_a_device_what_the_page_says():
+  """The prefill is of a layer at a time, so that two tell what all take."""
+  chips.prepare_libtpu()
+  (case,) = (x for x in CASES if x.slice == "v5p-32" and x.tokens == 2**20)
+  _, (temporary, _) = taken(case)
+  whole = sizes(case.use, case.chip)
+  most = whole.weights + whole.cache + temporary
+  assert most < case.chip.hbm_bytes
+  said = printed(case)["prefill, together"]
+  assert most / 2**20 == pytest.approx(said, rel=0.01)
