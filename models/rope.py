@@ -111,8 +111,8 @@ def rotate(
 
 def _turn(
   x: Float[Array, "B H S D"],
-  cos: Float[Array, "B #H S R"],
-  sin: Float[Array, "B #H S R"],
+  cos: Float[Array, " B #H S R"],
+  sin: Float[Array, " B #H S R"],
   interleaved: bool,
 ) -> Float[Array, "B H S D"]:
   """Rotates pairs of channels, in each head by angles of its own; `rotate`."""

@@ -163,7 +163,7 @@ def _heads(
 
 
 def _rotate(
-  x: Float[Array, "B H S D"], positions: Int[Array, "B #H S"]
+  x: Float[Array, "B H S D"], positions: Int[Array, " B #H S"]
 ) -> Float[Array, "B H S D"]:
   half = x.shape[-1] // 2
   speed = 100.0 ** (-jnp.arange(half, dtype=jnp.float32) / half)
