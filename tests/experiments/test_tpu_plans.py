@@ -20,6 +20,10 @@ BOTH = ("prefill", "decode")
     pytest.param(engine_programs.KEYDIFF_IN_INT8, ("decode",), id="int8"),
     pytest.param(engine_programs.ADAKV_IN_INT8, ("decode",), id="packed"),
     pytest.param(engine_programs.CTKVR, ("decode",), id="offloaded"),
+    *(
+      pytest.param(use, ("decode",), id=use.model.name)
+      for use in engine_programs.HYBRIDS
+    ),
   ],
 )
 def test_a_few_layers_tell_what_whole_models_take(use, kinds):
