@@ -20,7 +20,7 @@ from kvjax.experiments import cli, refusals
 from kvjax.experiments.inputs import run_inputs
 from kvjax.experiments.peers.cases import LAYER
 from kvjax.experiments.report import benchmark_tables, pictures, wording
-from kvjax.experiments.run import outputs
+from kvjax.experiments.run import candidates, outputs
 from kvjax.experiments.run.environment import device
 from kvjax.experiments.timing import layer_compression, scaling
 
@@ -56,6 +56,7 @@ def main() -> None:
   if len(lengths) < 2:
     raise InputError("--length needs two lengths or more, to see what grows.")
   budget = kvjax.Retention(_RETENTION.value)
+  candidates.check_names(_METHODS.value)
   plans = {name: kvjax.get_plan(name, budget) for name in _METHODS.value}
   for name, plan in plans.items():
     layer_compression.check(name, plan)

@@ -47,7 +47,7 @@ _BY_DEFAULT = "It takes "
 _AS_LONG = {"output", "seed"}
 # Flags of programs that run on several hosts.
 _OF_HOSTS = ("multihost", "coordinator", "hosts", "host", "host_timeout")
-# By them, what a context is decides how much of it is kept.
+# With them, how much is kept depends on the context.
 _BY_CONTEXT = ("threshold", "tau", "calibrations")
 _FORMATTED = warnings.formatwarning
 # What absl says of values that Python does not convert.
@@ -303,8 +303,8 @@ def _no_flag(name: str) -> str:
     )
   if name in _BY_CONTEXT and "budget" in own:
     return (
-      f"This program takes numbers, without --{name}, by which the context "
-      "decides how much is kept; give --retention or --budget."
+      f"There is no --{name} here, by which contexts decide how much of them "
+      "is kept: give --retention or --budget."
     )
   guess, shown = suggest(name, own), readable(name, _LONGEST)
   if "trials" in own:

@@ -96,15 +96,19 @@ def page(name: str) -> str:
 def _page_of_prefix(name: str) -> str:
   """Describes a prefix by itself, with its options and their defaults."""
   wrapper = WRAPPERS[name]
-  outer = wrapper.outer
-  owners = {
+  options = _options(_owners_of_prefix(wrapper.outer))
+  return "\n".join([_entry(f"{name}/", wrapper.summary), *options])
+
+
+def _owners_of_prefix(outer: type) -> dict[str, type]:
+  """By option of what a prefix makes, the class that has its default."""
+  return {
     field.name: outer
     for field in dataclasses.fields(outer)
     if field.default is not dataclasses.MISSING
     and field.metadata.get("option", True)
     and field.name != "over"
   }
-  return "\n".join([_entry(f"{name}/", wrapper.summary), *_options(owners)])
 
 
 def _options(owners: Mapping[str, Any]) -> Iterator[str]:
@@ -118,7 +122,7 @@ def _options(owners: Mapping[str, Any]) -> Iterator[str]:
     made = owner if isinstance(owner, type) else type(owner)
     value = getattr(owner, name)
     others = [one for one in choices_of(made).get(name, ()) if one != value]
-    choices = f" (or {', '.join(others)})" if others else ""
+    choices = f" (or {', '.join(map(_value, others))})" if others else ""
     yield _entry(f"  {name}", f"{_value(value)}{choices}")
     yield _entry("", _meaning(made, name))
 

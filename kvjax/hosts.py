@@ -77,7 +77,7 @@ def read(tree: PyTree) -> Any:
   if is_traced(tree):
     raise TracedError(
       "kvjax needs the values of arrays here, which are unknown within "
-      "jax.jit, and where a gradient is taken; call it outside of them, as it "
+      "jax.jit, and where a gradient is taken; call it outside of both, as it "
       "compiles programs of its own."
     )
   return jax.device_get(jax.tree.map(_whole, tree))

@@ -21,8 +21,8 @@ _MARKERS = "osD^vXp*<>h"
 _DASHES = ((), (7, 1.5), (3, 1), (5, 1, 1.5, 1), (1.5, 0.8))
 # Width in points, opacity and caps of the bars of intervals.
 _BAR, _FAINT, _CAP = 1.2, 0.6, 2.0
-# From one of these bars to the next, in points.
-_BESIDE = 2.0
+# From one of these bars to the next, and to the last at most, in points.
+_BESIDE, _ALL = 2.0, 14.0
 _GRAY, _PALE = "#666666", "#D0D0D0"
 # Minimum distance of two labels in score points, at the default height.
 _LABEL_GAP = 5.4
@@ -95,9 +95,10 @@ def draw(axes: Axes, lines: Sequence[Line]) -> None:
   Points stand where they are; the bars of their intervals stand side by side,
   in the order of the labels, as most of them would hide others.
   """
-  barred = sorted((x for x in lines if x.name and not x.level), key=_rank)
-  middle = (len(barred) - 1) / 2
-  shifts = {x.name: _BESIDE * (n - middle) for n, x in enumerate(barred)}
+  barred = sorted(filter(_has_bars, lines), key=_rank)
+  gaps = len(barred) - 1
+  step = min(_BESIDE, _ALL / max(gaps, 1))
+  shifts = {x.name: step * (n - gaps / 2) for n, x in enumerate(barred)}
   for line in lines:
     x, scores = np.array([point[:2] for point in line.points]).T
     if not line.name:
@@ -123,6 +124,12 @@ def draw(axes: Axes, lines: Sequence[Line]) -> None:
       clip_on=False,
       label=line.name,
     )
+
+
+def _has_bars(line: Line) -> bool:
+  """Whether a line, which is no level, has intervals of its own."""
+  own = line.points[line.shared :]
+  return bool(line.name) and not line.level and any(p.interval for p in own)
 
 
 def _draw_intervals(axes: Axes, line: Line, shift: float) -> None:

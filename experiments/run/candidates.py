@@ -152,7 +152,7 @@ def candidates(
   if not names or not budgets:
     raise InputError("There is nothing to compare; name a method and a budget.")
   everything = kvjax.Retention(1.0)
-  _check_names(names)
+  check_names(names)
   full = kvjax.get_plan(FULL, everything, per_query_head=per_query_head)
   result = [Candidate(FULL, full)]
   for name in names:
@@ -185,7 +185,7 @@ def candidates(
   return tuple(result)
 
 
-def _check_names(names: Iterable[str]) -> None:
+def check_names(names: Iterable[str]) -> None:
   """Refuses names that cannot be read, all at once.
 
   Raises:

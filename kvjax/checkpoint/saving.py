@@ -147,7 +147,7 @@ def save_cache(
 
 
 def _write(folder: pathlib.Path, arrays: Arrays) -> None:
-  """Writes arrays such that rows and heads of large ones are read alone."""
+  """Writes large arrays such that devices read their rows and heads alone."""
   orbax = files.orbax()
 
   def stored(path: Any, array: Shaped[Array | np.ndarray, "..."]) -> Any:
@@ -164,7 +164,8 @@ def _write(folder: pathlib.Path, arrays: Arrays) -> None:
 def _split(shape: Sequence[int], nbytes: int) -> tuple[int, ...]:
   """Chooses the axes whose elements are stored apart: of rows, and of heads.
 
-  Meshes share them out, and a device reads whole parts.
+  Meshes share them out, and a device reads whole parts. Pages are too small to
+  be stored apart: of packed layers, rows are.
 
   Args:
     shape: shape of an array of a stack of layers.

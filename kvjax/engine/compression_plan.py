@@ -302,8 +302,8 @@ class Plan:
     elif self.spread.ragged:
       reason = (
         f"the heads of {self.name} keep different numbers of tokens, which "
-        "cannot be evicted from again; let each keep as many, as those of "
-        "kvzip:level=head do"
+        "cannot be evicted from again; use one whose heads keep equally many, "
+        "such as kvzip:level=head"
       )
     elif self.sparse is not None or self.kv_dtype is not None:
       reason = (

@@ -116,7 +116,7 @@ _forward_layer_kept = jax.jit(
 
 
 def _is_differentiated(params: PyTree) -> bool:
-  """Whether a gradient is taken, other than within `jax.jit`."""
+  """Whether a gradient is taken outside of `jax.jit` and `jax.checkpoint`."""
   return any(
     isinstance(x, jax.core.Tracer) and not isinstance(x, DynamicJaxprTracer)
     for x in jax.tree.leaves(params)

@@ -221,12 +221,13 @@ def check_choice(method: type, option: str, value: object) -> None:
   choices = choices_of(method).get(option)
   if choices is not None and value not in choices:
     raise InputError(
-      f"{option} must be one of {', '.join(choices)}; {value!r} is not."
+      f"{option} must be one of {', '.join(map(str, choices))}; {value!r} is "
+      "not."
     )
 
 
 @functools.cache
-def choices_of(method: type) -> Mapping[str, tuple[str, ...]]:
+def choices_of(method: type) -> Mapping[str, tuple[Any, ...]]:
   """Returns the choices of each `Literal` field."""
   return {
     name: get_args(hint)

@@ -56,7 +56,8 @@ def unknown(base: str, known: Iterable[str]) -> InputError:
     )
   return InputError(
     f"There is no method {base!r}{suggest(base, known)}; kvjax methods lists "
-    "all, and --plugins reads a file of your own."
+    "all, and a file of your own adds one when it is imported, or given to "
+    "--plugins."
   )
 
 

@@ -164,7 +164,7 @@ def test_a_threshold_has_a_retention_of_its_own(
   ("arguments", "sentence"),
   [
     (["--methods=keydif"], "no method 'keydif' (did you mean keydiff or "),
-    (["--methods=zzz"], "--plugins reads a file of your own."),
+    (["--methods=zzz"], "adds one when it is imported, or given to --plugins."),
     (["--methods=keydiff:anchr=x"], "no option 'anchr' (did you mean anchor"),
     (["--methods="], "nothing to compare"),
     (["--retention=0"], "above 0 and at most 1; 0 is not."),

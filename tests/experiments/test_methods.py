@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from typing import Literal
 
 import pytest
 from made_up_gates import write_kvzap
@@ -9,6 +10,7 @@ from made_up_gates import write_kvzap
 import kvjax
 from kvjax.errors import InputError
 from kvjax.experiments import methods
+from kvjax.registry.names import get_recipe, get_retrieval
 from kvjax.registry.parsing import owners_of
 from kvjax.registry.registry import METHODS, RETRIEVALS
 from kvjax.registry.wrappers import WRAPPERS
@@ -77,13 +79,20 @@ def pairs(lines):
 
 def test_every_option_has_a_meaning():
   """As its class says, or one that this extends; presets and prefixes, too."""
-  names = [*METHODS, *METHODS.presets, *RETRIEVALS, *RETRIEVALS.presets]
-  for name in [*names, *WRAPPERS]:
-    _, *lines = methods.page(name).splitlines()
-    options = [at for at, x in enumerate(lines) if re.match(r" {4}\w", x)]
-    for at in options:
-      below = [*lines, ""][at + 1]
-      assert re.match(r" {22}[^P]", below), (name, lines[at])
+  made = [
+    *map(get_recipe, [*METHODS, *METHODS.presets]),
+    *map(get_retrieval, [*RETRIEVALS, *RETRIEVALS.presets]),
+  ]
+  options = {
+    (type(owner), option)
+    for one in made
+    for option, owner in owners_of(one).items()
+  }
+  for prefix in WRAPPERS.values():
+    owners = methods._owners_of_prefix(prefix.outer)
+    options |= {(owner, option) for option, owner in owners.items()}
+  assert len(options) > 100
+  assert {one for one in options if not methods._meaning(*one)} == set()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +129,14 @@ class Newest(kvjax.methods.HeadwiseMethod):
 
 @dataclasses.dataclass(frozen=True)
 class Mute(Newest):
-  factor: int = 1
+  factor: Literal[1, 2] = 1
+
+
+def test_choices_may_be_numbers():
+  lines = " ".join(methods._options(owners_of(Mute())))
+  assert "1 (or 2)" in lines
+  with pytest.raises(InputError, match="must be one of 1, 2; 3 is not"):
+    Mute(factor=3)
 
 
 def test_a_page_of_a_method_with_a_file(tmp_path):

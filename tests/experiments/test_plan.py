@@ -347,7 +347,7 @@ def test_pools_of_several_kinds_of_layers_are_refused(for_this_machine):
     (["--search", "--slice=v5e-8"], "--search and --slice do not go together"),
     (["--retention=0.5,0.25"], "A plan has one budget; give --retention or"),
     (["--budget="], "A plan has one budget; give --retention or --budget one"),
-    (["--threshold=-4"], "This program takes numbers, without --threshold, by"),
+    (["--threshold=-4"], "There is no --threshold here, by which contexts"),
     (["--budget=64", "--retention=0.5"], "--retention and --budget do not go"),
     (["--chips=v5e"], "--chips is for --search."),
     (["--search", "--chips=v3"], "--chips has 'v3'; there are v5e, v5p, "),

@@ -219,7 +219,7 @@ def test_random_is_uniform_and_independent_of_what_follows(seen):
   [
     ("snapvk", "did you mean snapkv"),
     ("keydif", "method 'keydif' (did you mean keydiff or "),
-    ("keydif", "?); kvjax methods lists all, and --plugins reads a file of"),
+    ("keydif", "?); kvjax methods lists all, and a file of your own"),
     ("my.py", "A method has a name, and my.py is a file; give the file to"),
     ("./my.py:power=2", "a name, and ./my.py is a file; give the file to --pl"),
     ("ada/../../my.py", "or import it in Python, and give the name that it"),

@@ -187,6 +187,23 @@ def test_points_of_one_retention_stand_at_one_place_with_their_intervals(
   assert "bars" not in axes.get_xlabel()
 
 
+def test_bars_of_many_methods_stay_beside_their_points(answer, record):
+  answers = [
+    answer(f"m{method}", budget, score, retention=float(budget), sample=sample)
+    for method in range(12)
+    for budget in ("0.5", "0.25")
+    for sample, score in enumerate((100.0, 0.0, 100.0, 0.0))
+  ]
+  (axes,) = score_plots.score_vs_retention(record(answers)).axes
+  pairs = [x for x in axes.lines if len(x.get_xdata()) == 2]
+  bars = [x for x in pairs if len({*x.get_xdata()}) == 1]
+  assert len(bars) == 24
+  for bar in bars:
+    ends = (bar.get_transform(), axes.transData)
+    seen, point = (x.transform(bar.get_xydata()[0])[0] for x in ends)
+    assert abs(seen - point) < 7.1 * axes.figure.dpi / 72
+
+
 def test_turns_are_drawn_for_every_budget(answer, record):
   answers = [
     answer(
