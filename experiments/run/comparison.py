@@ -216,6 +216,7 @@ def _answer(context: Context, reply: Reply, tokenizer: Tokenizer) -> Answer:
     turn=sample.metadata.get("turn"),
     draw=sample.draw,
     first_draw=None if sample.draw is None else sample.first_draw,
+    origin=sample.origin,
     scores={name: 100 * share for name, share in scores.items()},
     scored_by={name: sample.metadata[name] for name in sample.scored_by},
   )

@@ -119,6 +119,7 @@ class Answer(Asked):
     scored_by: what a metric needs besides prediction and references.
     draw: number of the answer, if answers are drawn at random.
     first_draw: digest of the first sample of the same prompt, likewise.
+    origin: what the sample was drawn from; see `Sample`.
   """
 
   read_tokens: float
@@ -138,6 +139,7 @@ class Answer(Asked):
   first_draw: str | None = None
   answer_tokens: int | None = None
   decoding_bytes: int | None = None
+  origin: str | None = None
 
   def __post_init__(self) -> None:
     if "score" not in self.scores:
@@ -154,11 +156,14 @@ class Answer(Asked):
   def drawn_with(self) -> str | int:
     """Identifies what was drawn together.
 
-    These are the answers that are drawn for a prompt, or the turns of a
-    conversation, which have consecutive numbers.
+    These are the answers that are drawn for a prompt, a sample's versions at
+    several lengths, or the turns of a conversation, which have consecutive
+    numbers.
     """
     if self.first_draw is not None:
       return self.first_draw
+    if self.origin is not None:
+      return self.origin
     return self.sample - (self.turn or 0)
 
 

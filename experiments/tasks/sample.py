@@ -40,6 +40,8 @@ class Sample:
     sampling: how tokens of the answer are drawn.
     draw: number of the answer, if answers to a prompt are drawn at random.
     seed: seed of all draws of a run.
+    origin: names what it was drawn from, which its versions at other lengths
+      share; None if its number among the samples of its task does.
   """
 
   context: str
@@ -59,6 +61,7 @@ class Sample:
   sampling: kvjax.Sampling = GREEDY
   draw: int | None = None
   seed: int = 0
+  origin: str | None = None
 
   def __post_init__(self) -> None:
     """Checks names that are read once a model has answered.

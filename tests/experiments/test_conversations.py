@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax.experiments.benchmarks.base import Request
 from kvjax.experiments.benchmarks.multiturn import generator
+from kvjax.experiments.benchmarks.registry import BENCHMARKS
 from kvjax.experiments.run import answering
 from kvjax.experiments.run.answering import Seconds
 from kvjax.experiments.run.candidates import candidates
@@ -39,6 +41,19 @@ def replies(tiny, talks):
     for group in found
     for reply in group
   }
+
+
+def test_conversations_of_more_turns_are_others(tiny):
+  """They share no folder, as their needles do not lie in the same texts."""
+  drawn = [
+    BENCHMARKS["multiturn"].draw(
+      tiny, Request(lengths=[480], samples=1, options={"turns": turns})
+    )
+    for turns in (2, 3)
+  ]
+  contexts = [next(iter(each.samples.values()))[0].context for each in drawn]
+  assert contexts[0] != contexts[1]
+  assert [each.data["turns"] for each in drawn] == ["2", "3"]
 
 
 def of(replies, method):

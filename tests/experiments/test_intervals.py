@@ -1,5 +1,7 @@
 """Intervals of means, of their differences and of their ratios."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import scipy.stats
@@ -72,6 +74,12 @@ def test_what_was_drawn_together_is_resampled_together():
   assert interval(turns) == pytest.approx(expected)
   lengths = scored(scores, length=320) + scored(scores, length=640)
   assert interval(lengths) == pytest.approx(expected)
+  # By what they were drawn from, where numbers may be those of other samples.
+  resumed = [
+    dataclasses.replace(one, sample=number, origin=f"0.5 {one.sample}")
+    for number, one in enumerate(lengths)
+  ]
+  assert interval(resumed) == pytest.approx(expected)
   low, high = interval(scored(scores * 8))
   assert high - low < (expected[1] - expected[0]) / 2
 

@@ -50,7 +50,8 @@ class Multiturn(Benchmark):
       essay=texts.essay,
       words=texts.key_words,
     )
-    return Drawn(samples, texts.needle_origins)
+    turns = str(request.value(_TURNS))
+    return Drawn(samples, {"turns": turns} | texts.needle_origins)
 
   @override
   def total(self, request: Request) -> int:

@@ -71,7 +71,10 @@ class Grid:
       for depth in self.depths:
         for number in range(self.samples):
           rng = random.Random(f"{self.seed} {task} {depth} {number}")
-          drawn.append(one(rng, length, depth))
+          sample = one(rng, length, depth)
+          # Its number depends on how many samples and depths there are.
+          origin = f"{depth} {number}"
+          drawn.append(dataclasses.replace(sample, origin=origin))
           self.on_draw(task, 1)
     return grid
 

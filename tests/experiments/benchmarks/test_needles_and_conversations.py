@@ -102,6 +102,24 @@ def test_a_cell_is_the_same_in_every_grid(task):
   assert grid(task, seed=4)[Part(task, 640)] != whole[Part(task, 640)]
 
 
+@pytest.mark.parametrize("task", DRAW)
+def test_versions_of_a_sample_share_an_origin_in_every_grid(task):
+  """Numbers would tie a sample to another one where a grid has more."""
+  small = grid(task, depths=[0.0, 1.0])
+  large = grid(task, lengths=LENGTHS[1:], samples=3)
+  drawn = [s for part in (*small.values(), *large.values()) for s in part]
+  by_origin, by_answers = (
+    {
+      frozenset(n for n, s in enumerate(drawn) if of(s) == key)
+      for key in set(map(of, drawn))
+    }
+    for of in (lambda s: s.origin, lambda s: s.answers)
+  )
+  assert by_origin == by_answers
+  # Of nine, four have three versions.
+  assert sorted(map(len, by_origin)) == [1] * 5 + [3] * 4
+
+
 def test_what_scorers_read_is_recorded():
   for part in grid("passkey").values():
     assert all(sample.answers == (sample.key,) for sample in part)
