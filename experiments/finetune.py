@@ -100,6 +100,9 @@ def main() -> None:
   """Fine-tunes, then writes adapters and model."""
   run_inputs.span_hosts()
   _check_output()
+  refusals.refuse_together(
+    "documents", ["samples"], "--samples are documents of each set of --data"
+  )
   texts, recipe = document_inputs.read(_SAMPLES.value), _recipe()
   with run_inputs.loaded() as (lm, _):
     run_inputs.check_batch()

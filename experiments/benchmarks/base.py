@@ -2,7 +2,7 @@
 
 import abc
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
@@ -122,7 +122,7 @@ class Drawn(NamedTuple):
     return self._replace(samples=samples, data=data)
 
   def checked(self) -> "Drawn":
-    """Notes how much the prompts repeat themselves.
+    """Notes how much the prompts repeat themselves, and equal samples.
 
     Raises:
       InputError: a metric needs a package that is not installed.
@@ -130,8 +130,20 @@ class Drawn(NamedTuple):
     samples = self.samples
     registry.check({s.metric for part in samples.values() for s in part})
     found = repetition.of(samples)
-    notes, about = [*self.notes, *found.notes], {**self.about, **found.about}
+    notes = [*self.notes, *found.notes, *_notes_of_equals(samples)]
+    about = {**self.about, **found.about}
     return self._replace(notes=notes, about=about)
+
+
+def _notes_of_equals(samples: Samples) -> Iterator[str]:
+  """Tells of samples that equal others, whose answers would be the same."""
+  for part, drawn in samples.items():
+    distinct = len({sample.digest for sample in drawn})
+    if distinct < len(drawn):
+      yield (
+        f"Of {len(drawn)} samples of {part.task}, {distinct} are distinct; "
+        "each of these counts once."
+      )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -35,6 +35,7 @@ def read(samples: int | None = None) -> list[str]:
     InputError: no documents are named, or they cannot be read.
   """
   refusals.refuse_together("documents", ["data"], "both are what is read")
+  refusals.refuse_together("documents", ["tasks"], "tasks are those of --data")
   if _DATA.value is not None:
     suite.check_tasks(_TASKS.value, sets.NAMES)
     path = hub.resolve(_DATA.value)

@@ -248,6 +248,12 @@ def test_a_model_that_is_something_else(
     ("evaluate", ["--benchmark=ruler", "--tasks="], "Name a task; the tasks"),
     ("evaluate", ["--data=/dev/zero", "--output=new"], "holds no samples of R"),
     ("show_kept", ["--methods=", "--output=new/a.html"], "nothing to compare"),
+    (
+      "finetune",
+      ["--documents=docs", "--samples=1"],
+      "are documents of each s",
+    ),
+    ("train_gate", ["--documents=docs", "--tasks=qasper"], "those of --data"),
   ],
 )
 def test_programs_refuse_in_one_sentence(

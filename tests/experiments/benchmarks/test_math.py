@@ -176,6 +176,7 @@ def test_equal_problems_of_a_file_are_one(tiny, tmp_path):
     data=str(path), options={"max_new_tokens": 4, "temperature": 0.0}
   )
   drawn = BENCHMARKS["math500"].draw(tiny, request)
+  assert drawn.checked().notes[-1].startswith("Of 2 samples of math500, 1 ")
   store = Results(tmp_path / "out", Settings("tiny", "0", "float32", 0))
   counts = []
   compare(
