@@ -1,4 +1,4 @@
-"""The tables of a comparison: a few tasks at one length, side by side."""
+"""The tables of a comparison: a few tasks side by side, at each length."""
 
 import rich.console
 
@@ -14,8 +14,7 @@ def markdown(record: Record) -> str:
   return formats.document(
     f"**{wording.title(summary)}**",
     formats.escaped(wording.headline(means(summary["rows"]))),
-    *_overview(record),
-    _details(record),
+    *tables.of_parts(record, _in_full),
     wording.circumstances(summary),
   )
 
@@ -25,9 +24,17 @@ def terminal(record: Record) -> rich.console.Group:
 
   If there are several budgets, the details are those of the middle one.
   """
-  overview = _overview(record)
-  shown = tables.at_middle(record) if overview else record
-  return run_tables.framed(record.summary, [*overview, _details(shown)])
+  return run_tables.framed(record.summary, tables.of_parts(record, _in_brief))
+
+
+def _in_full(part: Record) -> list[Table]:
+  return [*_overview(part), _details(part)]
+
+
+def _in_brief(part: Record) -> list[Table]:
+  overview = _overview(part)
+  shown = tables.at_middle(part) if overview else part
+  return [*overview, _details(shown)]
 
 
 def _overview(record: Record) -> list[Table]:

@@ -1,5 +1,6 @@
 """Means over tasks and samples, and differences from the full cache."""
 
+import collections
 import dataclasses
 import math
 import re
@@ -19,6 +20,9 @@ Row = Mapping[str, Any]
 Summary = Mapping[str, Any]
 # Method and budget, which the rows of a table line share.
 Name = tuple[str, str]
+# What distinguishes the rows of a table line; scores over others differ by it.
+PLACE = ("task", "length", "depth", "turn")
+Place = tuple[object, ...]
 
 # As `kvjax.Threshold` writes itself.
 _THRESHOLD = "threshold "
@@ -56,9 +60,11 @@ class Mean(Timed):
     budget: the budget in words.
     score: mean over the tasks.
     tasks: the score of each task.
+    places: the tasks, lengths, depths and turns that it is over.
     interval: confidence interval of the score, see `intervals.interval`; None
       without answers.
-    delta: difference from the full cache's score, if known.
+    delta: difference from the full cache's score, if that is known and over as
+      many samples of each of `places`.
     samples: number of answers.
     passed: pass@k by its name, mean over the tasks, if several answers are
       drawn for each problem.
@@ -69,6 +75,7 @@ class Mean(Timed):
   budget: str
   score: float
   tasks: Mapping[str, float]
+  places: frozenset[Place]
   interval: tuple[float, float] | None
   delta: float | None
   samples: int
@@ -114,13 +121,13 @@ def grouped(rows: Iterable[Row]) -> dict[Name, list[Row]]:
     groups.setdefault((row["method"], row["budget"]), []).append(row)
   places = list(dict.fromkeys(method for method, _ in groups))
 
-  def place(name: Name) -> tuple[bool, int, bool, float]:
+  def position(name: Name) -> tuple[bool, int, bool, float]:
     automatic = _is_automatic(name[1])
     kept = mean_of(groups[name], lambda row: row["retention"])
     order = 0.0 if automatic else -kept
     return name[0] != FULL, places.index(name[0]), automatic, order
 
-  return {name: groups[name] for name in sorted(groups, key=place)}
+  return {name: groups[name] for name in sorted(groups, key=position)}
 
 
 def means(rows: Iterable[Row], answers: Iterable[Answer] = ()) -> list[Mean]:
@@ -134,25 +141,41 @@ def means(rows: Iterable[Row], answers: Iterable[Answer] = ()) -> list[Mean]:
   answers_of: dict[Name, list[Answer]] = {}
   for answer in answers:
     answers_of.setdefault((answer.method, answer.budget), []).append(answer)
-  full = next((g for (name, _), g in groups.items() if name == FULL), None)
-  baseline = None if full is None else mean_of(full, score)
+  full = next((g for (name, _), g in groups.items() if name == FULL), [])
   return [
-    _mean(group, answers_of.get(name, ()), baseline)
+    _mean(group, answers_of.get(name, ()), full)
     for name, group in groups.items()
   ]
 
 
 def complete(averages: Sequence[Mean]) -> list[Mean]:
-  """Drops means over fewer tasks than others, which cannot be compared."""
-  most = max((len(mean.tasks) for mean in averages), default=0)
-  return [mean for mean in averages if len(mean.tasks) == most]
+  """Drops means over other places than most, which cannot be compared.
+
+  What stays are means over the same tasks, lengths, depths and turns: over the
+  largest number of them that any mean has, and if means have as many others,
+  over those that more means have.
+  """
+  counts = collections.Counter(mean.places for mean in averages)
+  most = max(counts, key=lambda own: (len(own), counts[own]), default=None)
+  return [mean for mean in averages if mean.places == most]
+
+
+def comparable(rows: Iterable[Row]) -> set[Name]:
+  """Returns the methods and budgets whose means `complete` keeps."""
+  return {mean.name for mean in complete(means(rows))}
+
+
+def place(row: Row) -> Place:
+  """Returns a row's task, length, depth and turn."""
+  return tuple(row[name] for name in PLACE)
 
 
 def ranked(averages: Sequence[Mean]) -> list[Mean]:
   """Sorts by method, the best first, after the full cache.
 
   A method counts with its mean over the budgets that all methods have or, if
-  there are none, over its own. Methods without a mean over all tasks come last.
+  there are none, over its own. Methods without a mean that `complete` keeps
+  come last.
   The budgets of a method keep their order.
   """
   merit = _merits(averages)
@@ -170,7 +193,7 @@ def ranked(averages: Sequence[Mean]) -> list[Mean]:
 def ranks(averages: Sequence[Mean]) -> dict[str, int]:
   """Counts the methods in the order of `ranked`; equal ones share a rank.
 
-  The full cache and methods without a mean over all tasks have none.
+  The full cache and methods without a mean that `complete` keeps have none.
   """
   merits = _merits(averages)
   return {
@@ -244,14 +267,9 @@ def _merits(averages: Sequence[Mean]) -> dict[str, float]:
 
 
 def _mean(
-  rows: Sequence[Row], answers: Sequence[Answer], baseline: float | None
+  rows: Sequence[Row], answers: Sequence[Answer], full: Sequence[Row]
 ) -> Mean:
   first = rows[0]
-  tasks = by_task(rows, score)
-  mean = statistics.fmean(tasks.values())
-  delta = None
-  if baseline is not None and first["method"] != FULL:
-    delta = mean - baseline
 
   def over_tasks(name: str) -> float:
     return mean_of(rows, lambda row: row[name])
@@ -270,11 +288,23 @@ def _mean(
     method=first["method"],
     options=first["options"],
     budget=first["budget"],
-    score=mean,
-    tasks=tasks,
+    score=mean_of(rows, score),
+    tasks=by_task(rows, score),
+    places=frozenset(map(place, rows)),
     interval=interval(answers) if answers else None,
-    delta=delta,
+    delta=_delta(rows, full),
     samples=sum(row["samples"] for row in rows),
     passed=passed,
     **numbers,
   )
+
+
+def _delta(rows: Sequence[Row], full: Sequence[Row]) -> float | None:
+  """Subtracts the full cache's score, if it has the same samples."""
+  if rows[0]["method"] == FULL or _samples(rows) != _samples(full):
+    return None
+  return mean_of(rows, score) - mean_of(full, score)
+
+
+def _samples(rows: Iterable[Row]) -> dict[Place, int]:
+  return {place(row): row["samples"] for row in rows}

@@ -294,10 +294,11 @@ def _identity(part: Record) -> _Identity:
 
 def _line(entry: Entry) -> dict[str, Any]:
   mean, summary = entry.mean, entry.record.summary
+  own = entry.record.at(method=mean.method, budget=mean.budget)
   low, high = mean.interval or (None, None)
   return {
     "dataset": summary["benchmark"],
-    "length": wording.lengths(summary),
+    "length": wording.lengths(own.summary),
     **{name: summary[name] for name in _MAIN},
     **{name: getattr(mean, name) for name in ("method", "options", "budget")},
     "retention": rounded("retention", mean.retention),
@@ -311,7 +312,7 @@ def _line(entry: Entry) -> dict[str, Any]:
     "interval_high": _rounded(high),
     "delta": _rounded(mean.delta),
     "samples": mean.samples,
-    "tasks": " ".join(entry.record.values("task")),
+    "tasks": " ".join(own.values("task")),
     **{name: summary[name] for name in _REST},
     "data": wording.data(summary),
     "device": summary["device"],

@@ -6,11 +6,14 @@ from typing import Any
 
 from kvjax.experiments.report import wording
 from kvjax.experiments.report.means import (
+  PLACE,
   TIMED,
+  Place,
   Row,
   Summary,
   evictable,
   grouped,
+  place,
 )
 from kvjax.experiments.report.run_files import Record
 from kvjax.experiments.run.candidates import FULL
@@ -23,7 +26,6 @@ SETTINGS = (
   *(each.name for each in fields(Settings) if each.name not in _ENDS),
   *(_ENDS[1], "decoding"),
 )
-_PLACE = ("task", "length", "depth", "turn")
 
 
 def identified(record: Record) -> list[dict[str, Any]]:
@@ -35,7 +37,7 @@ def identified(record: Record) -> list[dict[str, Any]]:
   """
   groups = grouped(record.summary["rows"])
   full = {
-    _place(row): row["score"]
+    place(row): row["score"]
     for row in record.summary["rows"]
     if row["method"] == FULL
   }
@@ -52,20 +54,14 @@ def settings_of(summary: Summary) -> dict[str, Any]:
   return {name: summary[name] for name in SETTINGS}
 
 
-def _place(row: Row) -> tuple[object, ...]:
-  return tuple(row[name] for name in _PLACE)
-
-
-def _fields(
-  row: Row, full: Mapping[tuple[object, ...], float]
-) -> dict[str, Any]:
+def _fields(row: Row, full: Mapping[Place, float]) -> dict[str, Any]:
   low, high = row["interval"]
-  baseline = full.get(_place(row))
+  baseline = full.get(place(row))
   return {
     **{name: row[name] for name in ("method", "options", "budget")},
     "retention": row["retention"],
     "compression_ratio": round(1 - evictable(row) / row["context_tokens"], 4),
-    **{name: row[name] for name in _PLACE},
+    **{name: row[name] for name in PLACE},
     "score": row["score"],
     "interval_low": low,
     "interval_high": high,

@@ -48,7 +48,7 @@ def means_vs_retention(
   """Plots means as `score_vs_retention` does.
 
   Args:
-    averages: the means; those over fewer tasks than others are left out.
+    averages: the means; those that `complete` drops are left out.
     title: title of the plot.
     axis: label of the scores' axis.
   """
@@ -68,8 +68,8 @@ def means_vs_retention(
 def score_vs_bytes(record: Record) -> Figure:
   """Plots the mean score over the tasks; cache bytes decrease to the right.
 
-  All allocated bytes count, including those in host memory. Methods with fewer
-  tasks than others are left out.
+  All allocated bytes count, including those in host memory. Methods that
+  answered other tasks than most are left out.
   """
   summary = record.summary
   averages = complete(means(summary["rows"], record.answers))

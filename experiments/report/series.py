@@ -9,6 +9,7 @@ from kvjax.experiments.report.formats import Table
 from kvjax.experiments.report.means import (
   Name,
   Row,
+  comparable,
   grouped,
   mean_of,
   other_score,
@@ -86,14 +87,20 @@ def by_turn(record: Record) -> list[Table]:
 def other_scores(record: Record) -> list[Table]:
   """Builds a table with a line per method and budget, a column per score.
 
-  The result is empty if the benchmark has only its main score.
+  Lines over other tasks than most are dashes; see `means.complete`. The result
+  is empty if the benchmark has only its main score.
   """
+  rows = record.summary["rows"]
   values = _scores(record)
   if set(values) <= {wording.score_name(record.summary), _named(_SAME)}:
     return []
+  shown = comparable(rows)
   cells = {
-    name: [number(mean_of(rows, value)) for value in values.values()]
-    for name, rows in grouped(record.summary["rows"]).items()
+    name: [
+      number(mean_of(own, value) if name in shown else None)
+      for value in values.values()
+    ]
+    for name, own in grouped(rows).items()
   }
   return [_table("all scores", list(values), cells)]
 
@@ -124,14 +131,18 @@ def _kept(row: Row) -> float:
 def _across(record: Record, field: str, title: str, value: _Value) -> Table:
   """Builds a table with a column per value of a field, and their plain mean.
 
-  A line that lacks a column has no mean.
+  A line that lacks a column has no mean, and one that lacks tasks of a column,
+  or has others, a dash there.
   """
   columns = sorted(record.values(field))
   cells: dict[Name, dict[object, float]] = {}
   for column in columns:
-    groups = grouped(record.at(**{field: column}).summary["rows"])
-    for name, rows in groups.items():
-      cells.setdefault(name, {})[column] = mean_of(rows, value)
+    rows = record.at(**{field: column}).summary["rows"]
+    shown = comparable(rows)
+    for name, own in grouped(rows).items():
+      by_column = cells.setdefault(name, {})
+      if name in shown:
+        by_column[column] = mean_of(own, value)
   # Turns count from 0, their names from 1.
   header = [str(column + (field == "turn")) for column in columns]
   lines = {}

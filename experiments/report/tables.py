@@ -24,20 +24,32 @@ _SET = 32
 
 def tables(record: Record, brief: bool = False) -> list[Table]:
   """Builds all tables of a run, or in brief those that fit on a terminal."""
+  result = of_parts(record, _in_brief if brief else _in_full)
+  if len(record.values("length")) > 1:
+    shown = at_middle(record) if brief else record
+    if not brief or len(parts(record)) == 1:
+      result += series.by_length(shown)
+    result += series.weighted_by_length(shown)
+  return result
+
+
+def of_parts(
+  record: Record, build: Callable[[Record], list[Table]]
+) -> list[Table]:
+  """Builds the tables of all parts; if several, titles start with the length.
+
+  Args:
+    record: the run.
+    build: builds the tables of a part.
+  """
   run_parts = parts(record)
   result: list[Table] = []
   for part in run_parts:
     tokens = f"{wording.lengths(part.summary)} tokens: "
     start = tokens if len(run_parts) > 1 else ""
     result += [
-      table._replace(title=start + table.title)
-      for table in (_in_brief(part) if brief else _in_full(part))
+      table._replace(title=start + table.title) for table in build(part)
     ]
-  if len(record.values("length")) > 1:
-    shown = at_middle(record) if brief else record
-    if not brief or len(run_parts) == 1:
-      result += series.by_length(shown)
-    result += series.weighted_by_length(shown)
   return result
 
 
@@ -64,6 +76,8 @@ def overview(
 ) -> Table:
   """Builds a table with a line per method and budget, with uncertainties.
 
+  Scores over other tasks than others' are dashes, as in `grid`.
+
   Args:
     summary_means: the lines.
     title: title of the table.
@@ -76,8 +90,9 @@ def overview(
     "budget": [wording.budget(*mean.name) for mean in summary_means],
     **_tokens(summary_means),
   }
+  comparable = complete(summary_means)
   for mean in summary_means:
-    for column, text in _uncertainty(mean, name).items():
+    for column, text in _uncertainty(mean, name, comparable).items():
       columns.setdefault(column, []).append(text)
   columns |= of_bytes(summary_means) | _seconds(summary_means)
   if long_answers:
@@ -93,7 +108,7 @@ def by_budget(record: Record) -> Table:
   """
   summary_means = means(record.summary["rows"], record.answers)
   tasks = wording.averaged(record.values("task"))
-  least = min(mean.samples for mean in summary_means)
+  least = min(mean.samples for mean in complete(summary_means))
   name = wording.score_name(record.summary)
   title = f"{name}, {tasks}, n = {least}; {wording.INTERVALS}"
   if is_hybrid(summary_means):
@@ -104,7 +119,8 @@ def by_budget(record: Record) -> Table:
 def grid(summary_means: Sequence[Mean], title: str) -> Table:
   """Builds a table with a line per method, ranked, and a column per budget.
 
-  Cells over fewer tasks than others are dashes, as they cannot be compared.
+  Cells over other tasks, lengths or depths than most are dashes, as they cannot
+  be compared; see `complete`.
 
   Args:
     summary_means: the cells; a score has the longer half of its interval.
@@ -139,12 +155,13 @@ def grid(summary_means: Sequence[Mean], title: str) -> Table:
 def by_task(record: Record) -> Table:
   """Builds a table for one budget: a line per method, a column per task."""
   summary_means = means(record.summary["rows"], record.answers)
+  comparable = complete(summary_means)
   tasks = record.values("task")
   lines = [
     [
       mean.method,
       *(series.number(mean.tasks.get(task)) for task in tasks),
-      f"{mean.score:.1f}",
+      _score(mean, comparable),
       wording.signed(mean.delta),
     ]
     for mean in summary_means
@@ -159,16 +176,19 @@ def by_set(
 ) -> Table:
   """Builds a table of many tasks for one budget, with a column per method.
 
-  Lines are tasks and their `averages`. The difference from the full cache is
-  that of the plain mean of all available tasks.
+  Lines are tasks and their `averages`, which are dashes of methods that lack
+  tasks. The difference from the full cache is that of the plain mean.
   """
   summary_means = means(record.summary["rows"], record.answers)
+  comparable = complete(summary_means)
   sets = record.values("task")
   lines = [
     [name, *(series.number(mean.tasks.get(name)) for mean in summary_means)]
     for name in sets
   ]
-  method_averages = [averages(mean.tasks) for mean in summary_means]
+  method_averages = [
+    averages(mean.tasks) if mean in comparable else {} for mean in summary_means
+  ]
   lines += [
     [
       name,
@@ -186,7 +206,7 @@ def by_set(
   lines += [
     [
       f"all {len(sets)} sets",
-      *(series.number(mean.score) for mean in summary_means),
+      *(_score(mean, comparable) for mean in summary_means),
     ],
     ["Δ full", *(wording.signed(mean.delta) for mean in summary_means)],
   ]
@@ -267,11 +287,19 @@ def budget_names(record: Record) -> list[str]:
   return list(budgets) or [budget for _, budget in names]
 
 
-def _uncertainty(mean: Mean, name: str) -> dict[str, str]:
+def _score(mean: Mean, comparable: Sequence[Mean]) -> str:
+  """Formats a score, or a dash if it is over other tasks than those of most."""
+  return series.number(mean.score if mean in comparable else None)
+
+
+def _uncertainty(
+  mean: Mean, name: str, comparable: Sequence[Mean]
+) -> dict[str, str]:
   """Formats a score with its uncertainty, by column name."""
+  bounds = mean.interval if mean in comparable else None
   return {
-    name: f"{mean.score:.1f}",
-    "95 %": wording.interval(mean.interval),
+    name: _score(mean, comparable),
+    "95 %": wording.interval(bounds),
     "Δ full": wording.signed(mean.delta),
     "n": str(mean.samples),
   }
@@ -324,9 +352,13 @@ def _seconds(summary_means: Sequence[Mean]) -> dict[str, list[str]]:
 
 def _passed(summary_means: Sequence[Mean]) -> dict[str, list[str]]:
   """Builds columns of pass@k, if several answers are drawn for a problem."""
+  comparable = complete(summary_means)
   names = dict.fromkeys(name for mean in summary_means for name in mean.passed)
   return {
-    name: [series.number(mean.passed.get(name)) for mean in summary_means]
+    name: [
+      series.number(mean.passed.get(name) if mean in comparable else None)
+      for mean in summary_means
+    ]
     for name in names
   }
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 
 from kvjax.experiments.benchmarks.registry import presentation
-from kvjax.experiments.report.means import Mean, Summary, ranked
+from kvjax.experiments.report.means import Mean, Summary, complete, ranked
 from kvjax.experiments.run.candidates import FULL
 
 # Above these numbers, lengths are named by the first and last one, and tasks by
@@ -104,8 +104,9 @@ def headline(averages: Sequence[Mean]) -> str:
 
   As in `Best of 3 methods: keydiff (50 %: 60.4, 25 %: 31.2); full cache 87.5.`
   Two methods with the same scores at all budgets are both named; of more, the
-  others are counted.
+  others are counted. Methods that cannot be compared do not count.
   """
+  averages = complete(averages)
   full = [f"{mean.score:.1f}" for mean in averages if mean.method == FULL]
   methods = [mean for mean in ranked(averages) if mean.method != FULL]
   if not methods:
