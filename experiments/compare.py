@@ -43,7 +43,7 @@ from kvjax.experiments.inputs import (
   run_inputs,
   speed_inputs,
 )
-from kvjax.experiments.report import writing
+from kvjax.experiments.report import run_files, writing
 from kvjax.experiments.run import outputs, runner, side_by_side
 from kvjax.experiments.run.candidates import Candidate
 from kvjax.experiments.run.progress_bar import progress_bar
@@ -113,7 +113,7 @@ def _compare(chosen: Sequence[Candidate]) -> None:
   if run is None:
     return
   summary = run.summary
-  summary["about"] = dict(repeated.about)
+  summary["about"] = {**run_files.notes(folder), **repeated.about}
   console.print(writing.write_comparison(folder, summary))
   say(f"{run}; all in {folder}")
 

@@ -37,7 +37,7 @@ from kvjax.experiments.inputs import (
   run_inputs,
   speed_inputs,
 )
-from kvjax.experiments.report import writing
+from kvjax.experiments.report import run_files, writing
 from kvjax.experiments.run import outputs, results, runner
 from kvjax.experiments.run.sentences import say
 
@@ -80,7 +80,7 @@ def main() -> None:
     run = speed_inputs.answered(job, began, console)
   if run is None:
     return
-  run.summary["about"] = dict(drawn.about)
+  run.summary["about"] = {**run_files.notes(folder), **drawn.about}
   console.print(writing.write_run(folder, run.summary))
   say(f"{run}; all in {folder}")
 

@@ -20,8 +20,8 @@ class Repetition(NamedTuple):
   """The repetition of a run's haystacks.
 
   Attributes:
-    about: the share of distinct sentences in words, if any haystack is of
-      prose.
+    about: the share of distinct sentences in words, for each length with
+      haystacks of prose.
     notes: one line for each length whose haystacks repeat themselves.
   """
 
@@ -41,14 +41,14 @@ def of(samples: Samples) -> Repetition:
     if prose_contexts:
       contexts.setdefault(part.length, {}).update(dict.fromkeys(prose_contexts))
   shares = {length: distinct_share(texts) for length, texts in contexts.items()}
-  described = [
-    f"{100 * share:.0f} % at {length} tokens"
-    for length, share in shares.items()
-  ]
   return Repetition(
-    {"distinct sentences in haystacks": ", ".join(described)}
-    if described
-    else {},
+    # By length, as runs of other lengths add theirs.
+    {
+      f"distinct sentences in haystacks of {length} tokens": (
+        f"{100 * share:.0f} %"
+      )
+      for length, share in shares.items()
+    },
     [
       f"At {length} tokens the prose repeats itself: {100 * share:.0f} % of a "
       "haystack's sentences are distinct. Give a longer text by --essay=FILE "

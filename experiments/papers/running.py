@@ -26,7 +26,7 @@ from kvjax.experiments.papers.data_model import (
 )
 from kvjax.experiments.papers.findings import Findings, Scale, Subject
 from kvjax.experiments.papers.setup_samples import Sources, draw, prompts
-from kvjax.experiments.report import wording, writing
+from kvjax.experiments.report import run_files, wording, writing
 from kvjax.experiments.report.pictures import png
 from kvjax.experiments.run import multihost, outputs, results, runner
 from kvjax.experiments.run.candidates import FULL, Candidate, candidates
@@ -194,7 +194,8 @@ def compare(
   if planned is None:
     return None
   run = runner.answer(planned.job, began)
-  run.summary["about"] = dict(planned.drawn.about)
+  earlier = run_files.notes(planned.job.folder)
+  run.summary["about"] = {**earlier, **planned.drawn.about}
   if multihost.is_first():
     writing.write_run(planned.job.folder, run.summary)
   compared = compare_to_paper(

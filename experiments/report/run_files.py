@@ -139,6 +139,17 @@ def read(folder: pathlib.Path) -> Record:
   return Record(folder, summary, _averaged(summary["rows"], answers))
 
 
+def notes(folder: pathlib.Path) -> dict[str, str]:
+  """Returns what a run's summary says about samples, for one that adds some.
+
+  It is empty if there is no summary yet, or none that can be read.
+  """
+  try:
+    return _summary(folder / SUMMARY).get("about", {})
+  except InputError:
+    return {}
+
+
 def _folders(directory: pathlib.Path) -> Iterator[pathlib.Path]:
   for path in sorted(directory.rglob(SUMMARY)):
     if (path.parent / SAMPLES).is_file():

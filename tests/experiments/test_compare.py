@@ -92,6 +92,39 @@ def test_a_run_answers_and_a_second_run_has_nothing_to_do(
   assert "holds answers with seed 3, and this run has seed 4" in other.stderr
 
 
+def test_another_length_in_a_folder_has_a_table_of_its_own(
+  binary, tiny_directory, tmp_path
+):
+  shown = []
+  for length, method in ((256, "keydiff"), (384, "snapkv")):
+    run = binary(
+      f"--model={tiny_directory}",
+      f"--methods=full,{method}",
+      "--retention=0.5",
+      "--tasks=niah_single_2",
+      "--samples=1",
+      f"--length={length}",
+      f"--output={tmp_path}",
+    )
+    assert run.returncode == 0, run.stderr
+    shown.append(run.stdout)
+  assert "256 tokens: score" not in shown[0]
+  table = (tmp_path / "table.md").read_text()
+  for text in (shown[1], table.replace("**", "")):
+    parts = re.split(r"(\d+) tokens: score by task", text)
+    found = dict(zip(parts[1::2], parts[2::2], strict=True))
+    assert set(found) == {"256", "384"}
+    assert "keydiff" in found["256"]
+    assert "keydiff" not in found["384"]
+    assert "snapkv" in found["384"]
+    assert "snapkv" not in found["256"]
+  summary = json.loads((tmp_path / "summary.json").read_text())
+  assert list(summary["about"]) == [
+    f"distinct sentences in haystacks of {length} tokens"
+    for length in (256, 384)
+  ]
+
+
 def test_devices_that_share_out_tokens_answer_as_one(
   binary, tiny_directory, tmp_path
 ):

@@ -137,10 +137,9 @@ def test_the_share_of_distinct_sentences_is_what_a_set_counts(task):
   found = repetition.of(draw[task](grid))
   # 600 words fill the prose once.
   assert [note.split()[1] for note in found.notes] == ["4000"]
-  (described,) = found.about.values()
-  short, long = re.fullmatch(
-    r"(\d+) % at 400 tokens, (\d+) % at 4000 tokens", described
-  ).groups()
+  name = "distinct sentences in haystacks of {} tokens".format
+  assert list(found.about) == [name(400), name(4000)]
+  short, long = (text.removesuffix(" %") for text in found.about.values())
   assert short == "100"
   # A hundred sentences of six words, over and over, and few others.
   words = 4000 - (256 if task == "passkey" else 30)

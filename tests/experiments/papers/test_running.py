@@ -174,7 +174,7 @@ def test_needles_are_hidden_in_the_users_prose(
   for samples in drawn.samples.values():
     assert all(" is of the sea." in sample.context for sample in samples)
   assert drawn.data["essay"] == "tales"
-  assert list(drawn.about) == ["distinct sentences in haystacks"]
+  assert list(drawn.about) == ["distinct sentences in haystacks of 700 tokens"]
   words = Setup("passkey", ("passkey",), (20,), 1, in_words=True)
   own = session._replace(sources=Sources(texts=texts))
   count, pieces = tiny.text.count, " ".join(essay)

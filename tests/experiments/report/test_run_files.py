@@ -77,3 +77,14 @@ def test_the_only_run_of_a_folder_is_no_other(tmp_path, answer, record):
   record([answer()], tmp_path / "ruler__two", seed=8)
   with pytest.raises(InputError, match="differ: ruler__one, ruler__two; choo"):
     run_files.find_one(tmp_path)
+
+
+def test_notes_are_those_of_a_whole_summary(answer, record, tmp_path):
+  assert run_files.notes(tmp_path / "none") == {}
+  path = record([answer()], tmp_path).folder / "summary.json"
+  assert run_files.notes(tmp_path) == {}
+  content = json.loads(path.read_text())
+  path.write_text(json.dumps(content | {"about": {"length": "900 tokens"}}))
+  assert run_files.notes(tmp_path) == {"length": "900 tokens"}
+  path.write_text('{"about": {"length": "900 tokens"}}')
+  assert run_files.notes(tmp_path) == {}
