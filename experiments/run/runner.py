@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 from absl import logging
 
-from kvjax.experiments.calibration.record_files import AUTO
 from kvjax.experiments.report import wording
 from kvjax.experiments.run import (
   comparison,
@@ -168,9 +167,9 @@ def _sort_answers(
 ) -> list[Answer]:
   """Sorts wanted answers first, followed by those of earlier runs.
 
-  Earlier runs may have other methods and samples. Answers of another
-  calibration are left out, and those of a method that has changed since, such
-  as that of an edited plugin.
+  Earlier runs may have other methods, budgets and samples. Answers of a method
+  and a budget that have been answered anew are left out, as after an edit of a
+  plugin, or with another file or calibration.
   """
   rank = {key: place for place, key in enumerate(wanted)}
   known = [*(answer.key for answer in store.records.values()), *wanted]
@@ -180,7 +179,6 @@ def _sort_answers(
       answer
       for answer in store.records.values()
       if answer.options == newest[answer.method, answer.budget]
-      and (answer.key in rank or not answer.budget.startswith(AUTO))
     ),
     key=lambda answer: rank.get(answer.key, len(rank)),
   )

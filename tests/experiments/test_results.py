@@ -213,6 +213,31 @@ def test_scores_that_older_answers_are_without_are_left_out():
   assert row["scores"] == {"partial": 50.0, "first_key_token": 100.0}
 
 
+def test_tables_have_all_targets_and_the_last_calibration_of_each(tmp_path):
+  def automatic(method, tau, rule):
+    options = f"{method}, kc = {rule}"
+    return an_answer(method=method, budget=f"auto at {tau}", options=options)
+
+  def rows(*new):
+    store.add(new)
+    found = runner._sort_answers(store, [answer.key for answer in new])
+    return [(a.method, a.budget, a.options[-1]) for a in found]
+
+  store = Results(tmp_path, SETTINGS)
+  snapkv = automatic("snapkv", 0.9, 1)
+  store.add([automatic("keydiff", 0.9, 1), snapkv])
+  others = [("keydiff", "auto at 0.9", "1"), ("snapkv", "auto at 0.9", "1")]
+  assert rows(automatic("keydiff", 0.5, 1)) == [
+    ("keydiff", "auto at 0.5", "1"),
+    *others,
+  ]
+  assert rows(automatic("keydiff", 0.9, 2)) == [
+    ("keydiff", "auto at 0.9", "2"),
+    others[1],
+    ("keydiff", "auto at 0.5", "1"),
+  ]
+
+
 def test_a_file_that_cannot_be_written_is_refused_at_once(tmp_path):
   (tmp_path / "samples.jsonl").mkdir()
   with pytest.raises(InputError, match=r"samples\.jsonl cannot be written"):
