@@ -12,7 +12,7 @@ import kvjax
 from kvjax.calibration.features import OF_SCORES
 from kvjax.calibration.fields import Preset
 from kvjax.experiments.calibration.measuring import Measurement
-from kvjax.experiments.run import intervals
+from kvjax.experiments.run import intervals, method_files
 from kvjax.experiments.run.candidates import Candidate
 
 PAPER: Preset = "paper"
@@ -214,6 +214,8 @@ def fit(
       seed=origin.seed,
       token_weights=token_weights,
     )
+    files = method_files.joined(plan)
+    calibration = dataclasses.replace(calibration, method_files=files)
     fitted.append(Fitted(name, plan, calibration, of_method))
   return fitted
 

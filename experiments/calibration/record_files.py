@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 import kvjax
 from kvjax.errors import InputError
+from kvjax.experiments.run import method_files
 
 AUTO = "auto"
 # The folder in a model's directory.
@@ -48,7 +49,8 @@ class Auto:
       plan: its plan at any other budget.
 
     Raises:
-      InputError: the method evicts nothing, or has no record.
+      InputError: the method evicts nothing, has no record, or has one that was
+        made with other files. Records that name no files are for any.
     """
     if plan.sparse is not None:
       raise InputError(
@@ -62,6 +64,12 @@ class Auto:
         f"{self.folder} has no calibration of it; make one with kvjax "
         f"calibrate --methods={name}{heads}, and give its folder as "
         "--calibrations."
+      )
+    made_with, found = record.method_files, method_files.joined(plan)
+    if made_with and made_with != found:
+      raise InputError(
+        f"the calibration in {self.folder} was made with {made_with}, and "
+        f"its files are {found} now; calibrate it anew, or restore its files."
       )
     return kvjax.Calibrated(record, self.tau)
 

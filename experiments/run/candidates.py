@@ -1,6 +1,7 @@
 """The candidates of a comparison: methods, each at several budgets."""
 
 import dataclasses
+import functools
 import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import kvjax
 from kvjax.errors import InputError
 from kvjax.experiments.calibration.record_files import AUTO, Auto
-from kvjax.experiments.run import plugin_files
+from kvjax.experiments.run import method_files, plugin_files
 from kvjax.methods.base import Method
 from kvjax.options.schedules import WHOLE
 from kvjax.retrieval.base import Retrieval
@@ -55,17 +56,17 @@ class Candidate:
     plan = self.plan
     return bool(plan.kv_dtype or plan.decoding or plan.method.traits.channels)
 
-  @property
+  @functools.cached_property
   def options(self) -> str:
     """The method with all its hyperparameters.
 
     It includes the cache that a retrieval method reads, the calibration, a
-    rounding other than up, and files of --plugins with their digests.
+    rounding other than up, and files of --plugins and of options with their
+    digests, which stay those of the first call.
     """
     plan = self.plan
-    label = " of ".join(
-      [plan.label, *dict.fromkeys(plugin_files.origins(plan))]
-    )
+    files = [*plugin_files.origins(plan), *method_files.contents(plan)]
+    label = " of ".join([plan.label, *dict.fromkeys(files)])
     if _rounding(plan.budget) != "up":
       label = f"{label}, rounded as {_rounding(plan.budget)}"
     if isinstance(plan.budget, kvjax.Calibrated):

@@ -184,7 +184,7 @@ def check_hosts(settings: Settings, keys: Sequence[Key]) -> None:
     InputError: some do.
   """
   own = {k: str(v) for k, v in dataclasses.asdict(settings).items()}
-  own["samples or calibrations"] = hashlib.sha256(
+  own["samples, calibrations or files of methods"] = hashlib.sha256(
     repr(keys).encode()
   ).hexdigest()
   multihost.check_same(own)

@@ -199,7 +199,7 @@ def digest(model: pathlib.Path) -> str:
     model: a directory, or a GGUF file.
   """
   if model.is_file():
-    return _digest([model])
+    return digest_of([model])
   names = ["*.safetensors", "*.json", "*.jinja"]
   if not (model / "config.json").is_file():
     names.append("*.gguf")
@@ -207,7 +207,7 @@ def digest(model: pathlib.Path) -> str:
     names.append(f"{CHECKPOINT}/**/*")
   paths = sorted(path for name in names for path in model.glob(name))
   # Loading says what is wrong with the others.
-  return _digest(path for path in paths if path.is_file())
+  return digest_of(path for path in paths if path.is_file())
 
 
 def data_name(path: pathlib.Path) -> str:
@@ -216,11 +216,11 @@ def data_name(path: pathlib.Path) -> str:
   if published is not None:
     return published
   files = [path] if path.is_file() else sorted(path.rglob("*"))
-  content = _digest([file for file in files if file.is_file()])
+  content = digest_of([file for file in files if file.is_file()])
   return f"{path.resolve().name} (sha256 {content})"
 
 
-def _digest(paths: Iterable[pathlib.Path]) -> str:
+def digest_of(paths: Iterable[pathlib.Path]) -> str:
   """Hashes the names and contents of files.
 
   For files over 4 MiB, it reads evenly spaced blocks only, since hashing all of

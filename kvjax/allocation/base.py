@@ -162,6 +162,11 @@ class Allocation(abc.ABC):
     """
     return False
 
+  @property
+  def named_files(self) -> tuple[str, ...]:
+    """Paths of files in its own options; by default there are none."""
+    return ()
+
   def can_follow(self, earlier: "Allocation", *, same_budget: bool) -> bool:
     """Whether it can evict while decoding from what another allocation left.
 

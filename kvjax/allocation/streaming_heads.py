@@ -61,6 +61,11 @@ class StreamingHeads(Allocation):
     gates = read_pattern(self.pattern).tolist() if self.pattern else []
     object.__setattr__(self, "gates", tuple(map(tuple, gates)))
 
+  @property
+  def named_files(self) -> tuple[str, ...]:
+    """The pattern, if one is given."""
+    return (self.pattern,) if self.pattern else ()
+
   def check_model(self, geometry: Geometry) -> None:
     """Refuses a model with other layers or KV heads than the pattern."""
     if not self.gates:

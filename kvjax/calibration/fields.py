@@ -68,9 +68,10 @@ _KINDS: Mapping[str, Callable[[Any], bool]] = {
   "data": _is_string,
   "seed": _is_integer,
   "token_weights": _is_list(_is_weight),
+  "method_files": _is_string,
 }
 # Of fields that older files lack.
-_DEFAULTS: Mapping[str, Any] = {"token_weights": []}
+_DEFAULTS: Mapping[str, Any] = {"token_weights": [], "method_files": ""}
 
 
 def to_json(fields: Mapping[str, Any]) -> dict[str, Any]:

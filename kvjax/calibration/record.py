@@ -81,6 +81,9 @@ class Calibration:
     seed: seed of the measured samples.
     token_weights: for preset "recite", token ids, ascending, and how much each
       counts in what is recited, at most 1; if empty, all count the same.
+    method_files: digests of the files that the method's options name, as
+      programs write and compare them; empty if there are none, or if they are
+      not known.
 
   Examples:
     >>> import numpy as np
@@ -118,6 +121,7 @@ class Calibration:
   data: str = ""
   seed: int = 0
   token_weights: tuple[tuple[int, float], ...] = ()
+  method_files: str = ""
 
   def __post_init__(self) -> None:
     numbers = (self.alpha, self.beta, *self.tau_range, self.error)

@@ -100,6 +100,17 @@ class Method(abc.ABC):
     """
     return self
 
+  @final
+  @property
+  def named_files(self) -> tuple[str, ...]:
+    """Paths in its own options, those which `without_files` leaves out."""
+    bare = self.without_files()
+    names = [field.name for field in dataclasses.fields(self)]
+    given = [(getattr(self, name), getattr(bare, name)) for name in names]
+    return tuple(
+      path for path, left in given if isinstance(path, str) and path != left
+    )
+
   def observe(
     self, layer: Int[Array, ""], cache: LayerCache, activations: Activations
   ) -> LayerCache:

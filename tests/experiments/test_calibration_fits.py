@@ -1,14 +1,18 @@
 """Curves that are fitted to triples: records, tables and pictures of them."""
 
 import dataclasses
+import json
 import re
 
 import numpy as np
 import pytest
+from made_up_gates import write_kvzap
 
 import kvjax
+from kvjax.errors import InputError
 from kvjax.experiments.calibration import fits, pictures, tables
 from kvjax.experiments.calibration.measuring import Measurement
+from kvjax.experiments.calibration.record_files import Auto
 from kvjax.experiments.run.candidates import candidates
 
 METHODS = ["keydiff", "snapkv:window=4"]
@@ -194,3 +198,36 @@ def test_the_papers_rule_needs_no_other_contexts():
     assert method.row(TAU)["held_out"]["ratio"] == pytest.approx(
       expected, abs=1e-4
     )
+
+
+def test_a_calibration_is_for_the_file_that_it_was_made_with(tmp_path):
+  gate = tmp_path / "gate"
+  name = f"kvzap:gate={write_kvzap(gate, 32, 2, 2)}"
+  chosen = candidates([name], [kvjax.Retention(s) for s in SHARES])[1:]
+  measured = [
+    made("easy", sample, share, 0.1 * sample, -3.0, name)
+    for sample in range(5)
+    for share in SHARES
+  ]
+  sets = fits.Sets(measured, measured, measured)
+  (fitted,) = fits.fit(chosen, sets, "prefill", ORIGIN)
+  record = tmp_path / "records" / "kvzap.json"
+  record.parent.mkdir()
+  fitted.calibration.save(record)
+
+  def automatic():
+    auto = Auto.read(0.9, record.parent, "abc")
+    return candidates([name], [auto])[1].options
+
+  first = automatic()
+  write_kvzap(gate, 32, 2, 2, score_range=[-1, 1])
+  with pytest.raises(InputError) as refused:
+    automatic()
+  said = str(refused.value)
+  assert f"the calibration in {record.parent} was made with gate_" in said
+  assert said.endswith("calibrate it anew, or restore its files.")
+  # Records from before they named files are taken as they are.
+  fields = json.loads(record.read_text())
+  assert fields.pop("method_files") in said
+  record.write_text(json.dumps(fields))
+  assert automatic() != first
