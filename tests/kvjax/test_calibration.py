@@ -311,7 +311,7 @@ def test_scores_from_none_to_all():
     ("{", "is no JSON"),
     ("[1]", "it holds no fields"),
     ({"alpha": None}, "its fields are beta"),
-    ({"gamma": 1.0}, "token_weights, gamma, not alpha"),
+    ({"gamma": 1.0}, "method_files, gamma, not alpha"),
     ({"preset": "other"}, "preset is 'other'"),
     ({"token_weights": [[0.5, 1.0]]}, r"token_weights is \[\[0.5, 1.0\]\]"),
     ({"token_weights": [5]}, r"token_weights is \[5\]"),
