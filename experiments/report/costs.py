@@ -16,7 +16,8 @@ def are_known(record: Record) -> bool:
 def table(record: Record) -> Table:
   """Builds a table with bytes and times at each length of a timed run.
 
-  Lines are methods and budgets, the fastest at the longest length first.
+  Lines are methods and budgets, the fastest at the longest length first; what
+  they lack are dashes.
   """
   lengths = sorted(record.values("length"))
   by_length = {
@@ -35,13 +36,15 @@ def table(record: Record) -> Table:
     (
       name[0],
       wording.budget(*name),
-      *(cell for length in lengths for cell in _cells(by_length[length][name])),
+      *(cell for of in by_length.values() for cell in _cells(of.get(name))),
     )
     for name in sorted(longest, key=time)
   ]
   return Table("", ["method", "budget", *columns], lines, names=2)
 
 
-def _cells(mean: Mean) -> tuple[str, str]:
+def _cells(mean: Mean | None) -> tuple[str, str]:
+  if mean is None:
+    return wording.NOTHING, wording.NOTHING
   assert mean.prefill_seconds is not None
   return f"{mean.cache_bytes / 2**20:.1f}", f"{1e3 * mean.prefill_seconds:,.0f}"

@@ -312,6 +312,7 @@ def test_what_methods_cost_is_shown_by_length(record, answer):
   answers = [
     *(answer("full", length=length) for length in lengths),
     *(answer(length=length) for length in lengths),
+    answer("late", length=2048),
   ]
   run = record(answers)
   assert not costs.are_known(run)
@@ -326,11 +327,13 @@ def test_what_methods_cost_is_shown_by_length(record, answer):
     (row["method"], row["length"]): row["prefill_seconds"]
     for row in run.summary["rows"]
   }
-  fastest = min(("full", "keydiff"), key=lambda name: seconds[name, 2048])
+  names = ("full", "keydiff", "late")
+  fastest = min(names, key=lambda name: seconds[name, 2048])
   assert table.lines[0][0] == fastest
   for line in table.lines:
-    times = [f"{1e3 * seconds[line[0], length]:,.0f}" for length in lengths]
-    assert [line[3], line[5]] == times
+    times = [seconds.get((line[0], length)) for length in lengths]
+    shown = ["–" if x is None else f"{1e3 * x:,.0f}" for x in times]
+    assert [line[3], line[5]] == shown
   shown = page_parts.of_costs(run)
   assert "from the prompt to it" in " ".join(shown.split())
   assert shown.startswith("| method | budget | 1,024: MiB |")
