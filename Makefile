@@ -99,9 +99,10 @@ plan: .libtpu/.ready
 	@PYTHONPATH=.libtpu JAX_PLATFORMS=cpu \
 	  $(BIN)/python -m kvjax.experiments.plan $(ARGS)
 
+TPU_TESTS := libtpu and not slow
 test-tpu: .libtpu/.ready
 	@PYTHONPATH=.libtpu JAX_PLATFORMS=cpu JAX_ENABLE_COMPILATION_CACHE=0 \
-	  $(BIN)/python -m pytest -m libtpu
+	  $(BIN)/python -m pytest -m '$(TPU_TESTS)'
 
 test-gpu: .cuda/.ready
 	@PYTHONPATH=.cuda JAX_PLATFORMS=cpu JAX_ENABLE_COMPILATION_CACHE=0 \

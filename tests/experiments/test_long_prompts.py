@@ -5,6 +5,7 @@ import pathlib
 import re
 
 import pytest
+from plans_here import LIBTPU
 
 from kvjax.experiments.compilation import chips
 from kvjax.experiments.compilation.engine_programs import (
@@ -102,6 +103,8 @@ def test_what_is_kept_takes_its_share_of_a_device(full, copies):
   assert of_kept[1] < of_full[1] + layer
 
 
+@LIBTPU
+@pytest.mark.slow
 @pytest.mark.libtpu
 def test_a_million_tokens_take_of_a_device_what_the_page_says():
   """The prefill is of a layer at a time, so that two tell what all take."""

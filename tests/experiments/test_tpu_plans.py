@@ -3,12 +3,17 @@
 import dataclasses
 
 import pytest
-from plans_here import silent
+from plans_here import LIBTPU, silent
 
 from kvjax.experiments.compilation import chips, engine_programs
 from kvjax.experiments.planning import compiling, slices
 
 BOTH = ("prefill", "decode")
+SLOW = {
+  "int8": engine_programs.KEYDIFF_IN_INT8,
+  "offloaded": engine_programs.CTKVR,
+  **{use.model.name: use for use in engine_programs.HYBRIDS},
+}
 
 
 @pytest.mark.libtpu
@@ -17,12 +22,10 @@ BOTH = ("prefill", "decode")
   [
     pytest.param(engine_programs.COMPACTOR, BOTH, id="stacked"),
     pytest.param(engine_programs.KEYDIFF, ("prefill",), id="blocks"),
-    pytest.param(engine_programs.KEYDIFF_IN_INT8, ("decode",), id="int8"),
     pytest.param(engine_programs.ADAKV_IN_INT8, ("decode",), id="packed"),
-    pytest.param(engine_programs.CTKVR, ("decode",), id="offloaded"),
     *(
-      pytest.param(use, ("decode",), id=use.model.name)
-      for use in engine_programs.HYBRIDS
+      pytest.param(use, ("decode",), id=name, marks=[pytest.mark.slow, LIBTPU])
+      for name, use in SLOW.items()
     ),
   ],
 )

@@ -1,8 +1,10 @@
 """Plans of this machine's devices, in place of those of a slice."""
 
 import dataclasses
+import importlib.util
 
 import jax
+import pytest
 from tiny_published import TINY
 
 import kvjax
@@ -11,6 +13,10 @@ from kvjax.experiments.compilation.engine_programs import Use
 from kvjax.experiments.planning.compiling import Needs, Planned, Sent
 from kvjax.experiments.planning.sizes import Sizes
 
+# Of slow tests, which also run where libtpu is not.
+LIBTPU = pytest.mark.skipif(
+  importlib.util.find_spec("libtpu") is None, reason="make test-tpu runs it"
+)
 HALF = kvjax.get_plan("keydiff", kvjax.Retention(0.5))
 USE = Use("keydiff", "", HALF, 96, TINY, rows=2, answer=32)
 HBM = 10**7
