@@ -17,7 +17,6 @@ from kvjax.engine.by_row import Axes, by_row, map_rows, row_axes
 from kvjax.engine.forward import attend_to_prompt, block_positions
 from kvjax.engine.likelihood import prompt_and_tail_nll
 from kvjax.engine.model_layers import index_layer, layer_stacks, run_block
-from kvjax.hosts import is_traced
 from kvjax.model import LayerSpec, Model
 from kvjax.prompts import Prompts
 
@@ -111,16 +110,28 @@ def forward_layer(
 
 # Donates nothing.
 _forward_layer_kept = jax.jit(
-  inspect.unwrap(forward_layer), static_argnames=("model", "how", "axes")
+  inspect.unwrap(forward_layer), static_argnames=("model", "how")
 )
 
 
-def _is_differentiated(params: PyTree) -> bool:
-  """Whether a gradient is taken outside of `jax.jit` and `jax.checkpoint`."""
+def needs_states_again(params: PyTree) -> bool:
+  """Whether hidden states may not be donated, as gradients need them again.
+
+  Within `jax.jit`, the compiler knows what it needs.
+  """
+  leaves = jax.tree.leaves(params)
   return any(
-    isinstance(x, jax.core.Tracer) and not isinstance(x, DynamicJaxprTracer)
-    for x in jax.tree.leaves(params)
+    isinstance(x, jax.core.Tracer) and _is_run_again(x) for x in leaves
   )
+
+
+def _is_run_again(x: jax.core.Tracer) -> bool:
+  if not isinstance(x, DynamicJaxprTracer):
+    return True
+  # `jax.checkpoint` traces as `jax.jit` does, but outside of it, JAX then runs
+  # one program after another, each as it is.
+  traced_for: str = x._trace.frame.debug_info.traced_for
+  return "checkpoint" in traced_for
 
 
 def forward_layers(
@@ -141,16 +152,13 @@ def forward_layers(
   geometry, tokens = model.geometry, jnp.asarray(prompts.tokens)
   lengths = jnp.asarray(prompts.lengths, jnp.int32)
   places = positions(lengths, tokens.shape[1])
-  axes = None
+  kept = needs_states_again(params)
   # Of rows alone, a gradient would need a copy of the weights for each.
-  if not _is_differentiated(params):
-    axes = row_axes(model, params, tokens, places)
+  axes = None if kept else row_axes(model, params, tokens, places)
   apart = axes is not None
   hidden, shared = embed(model, params, tokens, places, apart=apart)
   weights = layer_stacks(model, params)
-  # A gradient needs the hidden states again. `jax.jit` frees them by itself,
-  # but `jax.checkpoint` would run the calls one by one, as they are.
-  run = _forward_layer_kept if is_traced(params) else forward_layer
+  run = _forward_layer_kept if kept else forward_layer
   for layer, spec in enumerate(geometry.layers):
     hidden, activations = run(
       weights[spec.weights],

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from kvjax.activations import Activations
 from kvjax.engine.model_layers import index_layer, run_block
-from kvjax.hosts import is_traced
+from kvjax.engine.prompt_programs import needs_states_again
 from kvjax.kernels.attention import (
   Partial,
   merge,
@@ -126,7 +126,7 @@ class Pass(NamedTuple):
   def run(self, hidden: Float[Array, "B R E"]) -> list[Scores]:
     """Runs the layers up to the last that evicts; scores the chunk in each."""
     scores: list[Scores] = [()] * len(self.hows)
-    kept = is_traced((hidden, self.stacks))
+    kept = needs_states_again((hidden, self.stacks))
     run = replay_layer_compiled if kept else _replay_layer_once
     scored = (n for n, how in enumerate(self.hows) if how.spec.compressible)
     last = max(scored, default=-1)
