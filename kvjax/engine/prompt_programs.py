@@ -3,6 +3,7 @@
 import functools
 import inspect
 from collections.abc import Collection, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -119,19 +120,16 @@ def needs_states_again(params: PyTree) -> bool:
 
   Within `jax.jit`, the compiler knows what it needs.
   """
-  leaves = jax.tree.leaves(params)
-  return any(
-    isinstance(x, jax.core.Tracer) and _is_run_again(x) for x in leaves
-  )
+  return any(map(_is_run_again, jax.tree.leaves(params)))
 
 
-def _is_run_again(x: jax.core.Tracer) -> bool:
-  if not isinstance(x, DynamicJaxprTracer):
-    return True
+def _is_run_again(weight: Any) -> bool:
+  if not isinstance(weight, DynamicJaxprTracer):
+    return isinstance(weight, jax.core.Tracer)
   # `jax.checkpoint` traces as `jax.jit` does, but outside of it, JAX then runs
   # one program after another, each as it is.
-  traced_for: str = x._trace.frame.debug_info.traced_for
-  return "checkpoint" in traced_for
+  traced = weight._trace.frame.debug_info
+  return traced is not None and "checkpoint" in traced.traced_for
 
 
 def forward_layers(
