@@ -11,9 +11,9 @@ caches take turns in one process. It prints a table:
 - ms a step: median time per token, for all rows together;
 - tokens/s: of all rows together;
 - × full: the full cache's time relative to this one's;
-- % of copies: bandwidth of the bytes that a step must move (the weights, and
-  the keys and values it reads), relative to that of interleaved copies. Copies
-  write as much as they read, so a step may exceed 100.
+- % of bandwidth: the bytes that a step must read (the weights, and its keys
+  and values) per second, relative to the summing of an array, which takes turns
+  with the caches.
 
 It writes table.md to --output. It takes three minutes on two cores, half of it
 for compilation.
@@ -121,17 +121,18 @@ def main() -> None:
     length, tokens = _LENGTH.value, _TOKENS.value
     _check_room(lm, {"length": length, "tokens": tokens})
     contexts = _contexts(lm, length, _ROWS.value)
-    copies, decoded = decode_timing.measure(
+    bandwidth, decoded = decode_timing.measure(
       lm, chosen, contexts, tokens, _ROUNDS.value
     )
   benchmark_tables.show(
     folder,
-    decode_timing.table(copies, decoded, _ROWS.value),
+    decode_timing.table(bandwidth, decoded, _ROWS.value),
     f"{wording.count(_ROWS.value, 'context')} of up to "
     f"{contexts.lengths.max():,} tokens, "
     f"{wording.count(tokens, 'token')} each, {run_inputs.dtype()} on "
     f"{device(devices)}, median of {wording.count(_ROUNDS.value, 'round')}; "
-    f"copies moved {benchmark_tables.speeds([copies.bytes_per_second])}",
+    "an array was read at "
+    f"{benchmark_tables.speeds([bandwidth.bytes_per_second])}",
     code=True,
   )
 

@@ -1,15 +1,15 @@
-"""Times kernels on the device at hand, relative to copies.
+"""Times kernels on the device at hand, relative to its bandwidth.
 
   kvjax benchmark_kernels
 
 runs the memory-bound operations of kernels/ at the sizes of their specs.py:
 with our kernel on TPUs and Hopper GPUs, with XLA's program, and `select` also
-with `lax.top_k` and a sort. They take turns with copies of a large array. It
-prints a table and writes results/kernels/{summary.json,table.md}:
+with `lax.top_k` and a sort. They take turns with the summing of a large array.
+It prints a table and writes results/kernels/{summary.json,table.md}:
 
 - ms: median over the rounds;
 - GB/s: the minimum bytes that must move, per second of that time;
-- % of copies: the same, relative to the interleaved copies;
+- % of bandwidth: the same, relative to the array that is summed;
 - × xla: XLA's time relative to the program's;
 - difference: the maximum difference from XLA's result, relative to its largest
   number.
@@ -58,7 +58,7 @@ def main() -> None:
   summary = {
     "rounds": _ROUNDS.value,
     "seed": run_inputs.SEED.value,
-    "copied_bytes": kernel_timing.COPIED,
+    "read_bytes": kernel_timing.READ,
     "device": environment.device(),
     "versions": environment.versions(),
     "rows": rows,
@@ -77,7 +77,7 @@ def _measure(wanted: Sequence[tuple[str, Spec]]) -> list[dict[str, Any]]:
       about = f"{name}, {spec.name}"[:40]
       advance(about, 0)
       measured = kernel_timing.measure(
-        spec, kernel_timing.COPIED, _ROUNDS.value, run_inputs.SEED.value
+        spec, kernel_timing.READ, _ROUNDS.value, run_inputs.SEED.value
       )
       rows += kernel_tables.rows(name, spec, *measured)
       advance(about, 1)

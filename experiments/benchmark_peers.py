@@ -21,7 +21,7 @@ The columns:
 - MiB: peak memory of the process in later calls; on a GPU, of what the library
   has on it, kvjax's since its process started, as JAX cannot reset it;
 - % of limit: the least time that the work takes at the speed of this device's
-  matrix products and copies, relative to kvjax's.
+  matrix products and memory, relative to kvjax's.
 
 --model=random is a Llama of 4 layers, 8 query and 2 KV heads, width 512 and a
 context of 131,072 tokens.

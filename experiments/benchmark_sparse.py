@@ -56,7 +56,7 @@ def main() -> None:
     )
     for length in lengths
   }
-  speeds = [copies.bytes_per_second for copies, _ in measured.values()]
+  speeds = [one.bytes_per_second for one, _ in measured.values()]
   benchmark_tables.show(
     folder,
     sparse_timing.table({n: found for n, (_, found) in measured.items()}),
@@ -64,7 +64,7 @@ def main() -> None:
     f"{heads.kv_heads} KV heads of {heads.head_dim} channels, one row, "
     f"{heads.dtype} on {device(1)}, median of "
     f"{wording.count(_ROUNDS.value, 'round')}, seed {run_inputs.SEED.value}; "
-    f"copies moved {benchmark_tables.speeds(speeds)}",
+    f"an array was read at {benchmark_tables.speeds(speeds)}",
     code=True,
   )
 

@@ -15,7 +15,7 @@ from kvjax.experiments.report.formats import Table
 from kvjax.experiments.run import prefilling, progress_bar, stopwatch
 from kvjax.experiments.run.candidates import Candidate
 from kvjax.experiments.timing import kernel_timing
-from kvjax.experiments.timing.kernel_timing import Copies
+from kvjax.experiments.timing.kernel_timing import Bandwidth
 from kvjax.models.pretrained import Pretrained
 from kvjax.struct import tree_bytes
 
@@ -51,8 +51,8 @@ def measure(
   contexts: kvjax.Prompts,
   tokens: int,
   rounds: int,
-) -> tuple[Copies, list[Decoded]]:
-  """Decodes from every candidate's cache and copies an array, in turns.
+) -> tuple[Bandwidth, list[Decoded]]:
+  """Decodes from every candidate's cache and reads an array, in turns.
 
   Args:
     lm: the model.
@@ -75,12 +75,12 @@ def measure(
 
   for result in progress_bar.track(results, "compiling"):
     decode(result)
-  copy = kernel_timing.copies(kernel_timing.COPIED)
-  copied, *times_of = stopwatch.in_turns(
-    [copy, *(functools.partial(decode, result) for result in results)],
+  read = kernel_timing.reading(kernel_timing.READ)
+  reading, *times_of = stopwatch.in_turns(
+    [read, *(functools.partial(decode, result) for result in results)],
     progress_bar.track(range(rounds), "timing"),
   )
-  return Copies(2 * kernel_timing.COPIED, copied), [
+  return Bandwidth(kernel_timing.READ, reading), [
     Decoded(
       candidate,
       result.cache.nbytes,
@@ -94,13 +94,13 @@ def measure(
 
 HEADING = (
   *("method", "budget", "cache MiB", "reads", "ms a step", "tokens/s"),
-  *("× full", "% of copies"),
+  *("× full", "% of bandwidth"),
 )
 
 
-def table(copies: Copies, results: Sequence[Decoded], rows: int) -> Table:
+def table(bandwidth: Bandwidth, results: Sequence[Decoded], rows: int) -> Table:
   """Builds the table; the first candidate is the baseline."""
-  full = results[0].step
+  full, speed = results[0].step, bandwidth.bytes_per_second
   lines = [
     (
       result.candidate.method,
@@ -110,7 +110,7 @@ def table(copies: Copies, results: Sequence[Decoded], rows: int) -> Table:
       wording.milliseconds(result.step),
       f"{rows / result.step:,.0f}",
       f"{full / result.step:.2f}",
-      f"{100 * result.least_bytes / result.step / copies.bytes_per_second:.1f}",
+      f"{100 * result.least_bytes / result.step / speed:.1f}",
     )
     for result in results
   ]

@@ -7,7 +7,7 @@ from typing import Any
 from kvjax.experiments import refusals
 from kvjax.experiments.report import benchmark_tables, wording
 from kvjax.experiments.report.formats import Table
-from kvjax.experiments.timing.kernel_timing import XLA, Copies, Timed
+from kvjax.experiments.timing.kernel_timing import XLA, Bandwidth, Timed
 from kvjax.kernels.specs import Spec
 
 HEADING = (
@@ -15,7 +15,7 @@ HEADING = (
   "program",
   "ms",
   "GB/s",
-  "% of copies",
+  "% of bandwidth",
   f"× {XLA}",
   "difference",
 )
@@ -36,7 +36,7 @@ def chosen[T](
 
 
 def rows(
-  operation: str, spec: Spec, copies: Copies, timed: Sequence[Timed]
+  operation: str, spec: Spec, bandwidth: Bandwidth, timed: Sequence[Timed]
 ) -> Iterator[dict[str, Any]]:
   """Yields the rows of summary.json for a specification, one per program."""
   by_xla = next(one.bytes_per_second for one in timed if one.program == XLA)
@@ -47,13 +47,13 @@ def rows(
       "program": one.program,
       "seconds": one.seconds,
       "ideal_bytes": one.ideal_bytes,
-      "copies_per_second": copies.bytes_per_second,
+      "bandwidth": bandwidth.bytes_per_second,
     }
     speed = one.bytes_per_second
     if speed is not None and by_xla is not None:
       row |= {
         "bytes_per_second": speed,
-        "share_of_copies": speed / copies.bytes_per_second,
+        "share_of_bandwidth": speed / bandwidth.bytes_per_second,
         "xla_over_this": speed / by_xla,
         "difference": one.difference,
       }
@@ -67,12 +67,12 @@ def table(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 def about(summary: Mapping[str, Any]) -> str:
   """Says in the words of summary.json how its rows were measured."""
-  speeds = [row["copies_per_second"] for row in summary["rows"]]
+  speeds = [row["bandwidth"] for row in summary["rows"]]
   return (
     f"Median of {wording.count(summary['rounds'], 'round')}, seed "
-    f"{summary['seed']}, on {summary['device']}; interleaved copies of "
-    f"{summary['copied_bytes'] >> 20} MiB moved "
-    f"{benchmark_tables.speeds(speeds)}"
+    f"{summary['seed']}, on {summary['device']}; "
+    f"{summary['read_bytes'] >> 20} MiB were read at "
+    f"{benchmark_tables.speeds(speeds)} in turns with them"
   )
 
 
@@ -84,7 +84,7 @@ def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
     *head,
     f"{1e3 * statistics.median(row['seconds']):,.3f}",
     f"{row['bytes_per_second'] / 1e9:,.2f}",
-    f"{100 * row['share_of_copies']:.1f}",
+    f"{100 * row['share_of_bandwidth']:.1f}",
     f"{row['xla_over_this']:.2f}",
     f"{row['difference']:.1g}",
   )

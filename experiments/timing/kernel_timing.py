@@ -1,4 +1,4 @@
-"""Times operations on the current device, relative to copies."""
+"""Times operations on the current device, relative to its bandwidth."""
 
 import dataclasses
 import statistics
@@ -18,8 +18,8 @@ XLA: kernels.Implementation = "xla"
 PALLAS: kernels.Implementation = "pallas"
 LIBRARY = "library"
 
-# Bytes of the array to copy: larger than any cache of a chip.
-COPIED = 2**29
+# Bytes of the array to read: larger than any cache of a chip.
+READ = 2**29
 
 # Seconds per round of a program, long compared with a launch.
 _SECONDS = 0.1
@@ -53,12 +53,12 @@ class Timed:
     return self.ideal_bytes / statistics.median(self.seconds)
 
 
-class Copies(NamedTuple):
-  """Copies of one array, timed in turns with the programs.
+class Bandwidth(NamedTuple):
+  """What reading one array takes, timed in turns with the programs.
 
   Attributes:
-    nbytes: bytes read and written.
-    seconds: seconds per copy in each round.
+    nbytes: bytes read.
+    seconds: seconds per reading in each round.
   """
 
   nbytes: int
@@ -66,24 +66,29 @@ class Copies(NamedTuple):
 
   @property
   def bytes_per_second(self) -> float:
-    """Bandwidth in the median round."""
+    """That of the median round."""
     return self.nbytes / statistics.median(self.seconds)
 
 
-def copies(nbytes: int) -> Callable[[], float]:
-  """Returns a function that times a copy of an array, in seconds."""
-  array = jnp.zeros(nbytes // 4, jnp.float32)
-  return timer(lambda x: x + 1, (array,))
+def reading(nbytes: int) -> Callable[[], float]:
+  """Returns a function that times the sum of an array, in seconds.
+
+  Copies are no measure: on CPUs, what they write is new memory, which the
+  system clears first.
+  """
+  # Not of zeros, whose pages may all be one.
+  array = jnp.ones(nbytes // 4, jnp.float32)
+  return timer(jnp.sum, (array,))
 
 
 def measure(
-  spec: Spec, copied: int, rounds: int, seed: int
-) -> tuple[Copies, list[Timed]]:
-  """Times every program of a spec and copies, in turns.
+  spec: Spec, read: int, rounds: int, seed: int
+) -> tuple[Bandwidth, list[Timed]]:
+  """Times every program of a spec and the reading of an array, in turns.
 
   Args:
     spec: the operation and its shapes.
-    copied: bytes of the array to copy.
+    read: bytes of the array to read.
     rounds: number of timings of each.
     seed: seed of the operands.
   """
@@ -96,11 +101,11 @@ def measure(
     for name, run in _programs(spec)
     if results_of[name] is not None
   }
-  of_copies, *of_programs = stopwatch.in_turns(
-    [copies(copied), *served.values()], range(rounds)
+  of_reading, *of_programs = stopwatch.in_turns(
+    [reading(read), *served.values()], range(rounds)
   )
   taken = dict(zip(served, of_programs, strict=True))
-  return Copies(2 * copied, of_copies), [
+  return Bandwidth(read, of_reading), [
     Timed(
       name,
       taken.get(name),

@@ -25,7 +25,7 @@ from kvjax.experiments.timing.index_builders import (
   QUERY_CENTERS,
   around,
 )
-from kvjax.experiments.timing.kernel_timing import Copies
+from kvjax.experiments.timing.kernel_timing import Bandwidth
 from kvjax.retrieval.base import Retrieval
 
 FULL = "full"
@@ -72,8 +72,8 @@ def measure(
   heads: Heads,
   rounds: int,
   seed: int,
-) -> tuple[Copies, list[Attended]]:
-  """Attends to every cache, and copies an array, in turns.
+) -> tuple[Bandwidth, list[Attended]]:
+  """Attends to every cache, and reads an array, in turns.
 
   Keys and queries are Gaussians around Gaussian centers, so that neighboring
   queries are as similar as CTkvr's paper finds them, with a cosine of 0.8.
@@ -87,7 +87,8 @@ def measure(
     seed: seed of keys, values and queries.
 
   Returns:
-    The copies; and the attention to the full cache and to those of the methods.
+    The bandwidth; and the attention to the full cache and to those of the
+    methods.
 
   Raises:
     InputError: a method reads all keys at this length.
@@ -121,14 +122,14 @@ def measure(
 
   for name in progress_bar.track(names, "compiling"):
     attend(name)
-  copied, *times_of = stopwatch.in_turns(
+  reading, *times_of = stopwatch.in_turns(
     [
-      kernel_timing.copies(kernel_timing.COPIED),
+      kernel_timing.reading(kernel_timing.READ),
       *(functools.partial(attend, name) for name in names),
     ],
     progress_bar.track(range(rounds), "timing"),
   )
-  return Copies(2 * kernel_timing.COPIED, copied), [
+  return Bandwidth(kernel_timing.READ, reading), [
     Attended(name, sizes[name], reads[name], times, indexing[name])
     for name, times in zip(names, times_of, strict=True)
   ]

@@ -10,7 +10,7 @@ from kvjax.experiments.timing import (
   kernel_timing,
 )
 from kvjax.experiments.timing.decode_timing import Decoded
-from kvjax.experiments.timing.kernel_timing import Copies
+from kvjax.experiments.timing.kernel_timing import Bandwidth
 from kvjax.experiments.timing.random_models import random_llama
 from kvjax.models.pretrained import Pretrained
 from kvjax.struct import tree_bytes
@@ -29,12 +29,12 @@ FULL, KEYDIFF, FLAT = candidates(["keydiff", "flat"], [kvjax.Retention(0.25)])
 
 @pytest.mark.slow
 def test_every_cache_decodes_and_says_what_it_reads(tiny, monkeypatch):
-  monkeypatch.setattr(kernel_timing, "COPIED", 4096)
+  monkeypatch.setattr(kernel_timing, "READ", 4096)
   contexts = kvjax.Prompts.of([[5] * 200, [6, 7] * 100])
-  copies, found = decode_timing.measure(
+  bandwidth, found = decode_timing.measure(
     tiny, [FULL, KEYDIFF, FLAT], contexts, tokens=3, rounds=2
   )
-  assert copies.nbytes == 2 * 4096
+  assert bandwidth.nbytes == 4096
   assert [one.candidate for one in found] == [FULL, KEYDIFF, FLAT]
   assert all(len(one.seconds) == 2 for one in found)
   assert [one.read_tokens for one in found[:2]] == [200, 50]
@@ -76,13 +76,13 @@ def test_a_step_reads_the_experts_that_a_token_needs():
   assert decode_timing.weight_bytes(lm) == tree_bytes(params) - 4 * idle
 
 
-def test_steps_are_compared_with_the_first_and_with_copies():
+def test_steps_are_compared_with_the_first_and_with_the_bandwidth():
   found = [
     Decoded(FULL, 8 * 2**20, 100.0, 600.0, [0.5, 0.2, 0.1]),
     Decoded(KEYDIFF, 2 * 2**20, 25.0, 300.0, [0.05] * 3),
   ]
   # 6,000 bytes a second.
-  table = decode_timing.table(Copies(600, [0.1] * 3), found, rows=4)
+  table = decode_timing.table(Bandwidth(600, [0.1] * 3), found, rows=4)
   assert table.lines == [
     ("full", "1", "2.00", "100", "200.00", "20", "1.00", "50.0"),
     ("keydiff", "0.25", "0.50", "25", "50.00", "80", "4.00", "100.0"),
@@ -102,7 +102,7 @@ def test_what_evicts_by_default_can_and_has_the_seed_that_is_given():
 
 @pytest.mark.slow
 def test_evictions_are_timed_that_evict(tiny, monkeypatch):
-  monkeypatch.setattr(eviction_timing, "TOKENS", 15)
+  monkeypatch.setattr(eviction_timing, "_ANSWER", 15)
   contexts = kvjax.Prompts.of([[5] * 60, [6, 7] * 40])
   methods = ["keydiff", "rkv:window=4", "tova"]
   plans = {name: eviction_timing.plan_of(name, 32, 8, 0) for name in methods}

@@ -1,4 +1,4 @@
-"""Times of kernels beside copies."""
+"""Times of kernels beside the bandwidth."""
 
 import json
 
@@ -13,12 +13,12 @@ from kvjax.experiments.timing.kernel_timing import (
   LIBRARY,
   PALLAS,
   XLA,
-  Copies,
+  Bandwidth,
   Timed,
 )
 from kvjax.kernels.specs import Spec
 
-COPIES = Copies(800, [8.0, 4.0, 2.0])  # 200 bytes a second
+BANDWIDTH = Bandwidth(800, [8.0, 4.0, 2.0])  # 200 bytes a second
 
 
 def negated(x):
@@ -41,9 +41,9 @@ def short(monkeypatch):
 
 @pytest.mark.usefixtures("short")
 def test_every_program_is_timed_and_compared():
-  copies, timed = kernel_timing.measure(SPEC, 4096, 3, 0)
-  assert copies.nbytes == 2 * 4096
-  assert len(copies.seconds) == 3
+  bandwidth, timed = kernel_timing.measure(SPEC, 4096, 3, 0)
+  assert bandwidth.nbytes == 4096
+  assert len(bandwidth.seconds) == 3
   assert [one.program for one in timed] == [XLA, LIBRARY]
   for one in timed:
     assert len(one.seconds) == 3
@@ -91,16 +91,16 @@ def test_work_that_repeats_is_not_done_ahead_of_the_loop():
   assert "while(" in entry
 
 
-def test_shares_are_those_of_copies_and_of_xla():
+def test_shares_are_those_of_the_bandwidth_and_of_xla():
   timed = [
     Timed(XLA, [1.0, 3.0, 8.0], 300, 0.0),
     Timed(PALLAS, None, 300, 0.0),
     Timed(LIBRARY, [6.0, 6.0, 6.0], 300, 0.25),
   ]
-  found = list(kernel_tables.rows("select", SPEC, COPIES, timed))
+  found = list(kernel_tables.rows("select", SPEC, BANDWIDTH, timed))
   assert [row["program"] for row in found] == [XLA, PALLAS, LIBRARY]
   assert [row.get("bytes_per_second") for row in found] == [100, None, 50]
-  assert [row.get("share_of_copies") for row in found] == [0.5, None, 0.25]
+  assert [row.get("share_of_bandwidth") for row in found] == [0.5, None, 0.25]
   assert [row.get("xla_over_this") for row in found] == [1, None, 0.5]
   about = "select, 64 numbers"
   assert kernel_tables.table(json.loads(json.dumps(found))).lines == [
@@ -114,13 +114,13 @@ def test_a_sentence_says_how_kernels_were_timed():
   summary = {
     "rounds": 3,
     "seed": 7,
-    "copied_bytes": 256 * 2**20,
+    "read_bytes": 256 * 2**20,
     "device": "TPU v6",
-    "rows": [{"copies_per_second": speed} for speed in (4.62e9, 4.4e9, 4.5e9)],
+    "rows": [{"bandwidth": speed} for speed in (4.62e9, 4.4e9, 4.5e9)],
   }
   assert kernel_tables.about(summary) == (
-    "Median of 3 rounds, seed 7, on TPU v6; interleaved copies of 256 MiB "
-    "moved 4.4 to 4.6 GB/s"
+    "Median of 3 rounds, seed 7, on TPU v6; 256 MiB were read at "
+    "4.4 to 4.6 GB/s in turns with them"
   )
 
 

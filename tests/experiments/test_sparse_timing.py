@@ -17,9 +17,9 @@ def measure(names, length, keys=16):
 @pytest.mark.slow
 def test_each_cache_is_timed_and_reads_what_it_should():
   names = ["ctkvr:sinks=4:local=8", "quest", "shadowkv:outliers=8"]
-  copies, results = measure(names, 256)
+  bandwidth, results = measure(names, 256)
   assert [result.name for result in results] == ["full", *names]
-  assert all(len(r.seconds) == len(copies.seconds) == 2 for r in results)
+  assert all(len(r.seconds) == len(bandwidth.seconds) == 2 for r in results)
   full, ctkvr, *_ = results
   # Keys and values of two heads, and the positions of their slots.
   assert full.cache_bytes == pytest.approx(2 * 256 * (2 * 8 + 1) * 4, rel=0.1)
