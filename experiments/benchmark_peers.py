@@ -185,6 +185,8 @@ def _alone() -> str:
 
 
 def _model_name() -> str:
+  if _TABLE.value == "compress":
+    return "one layer with the heads of Llama-3.1-8B"
   if _SIZES.value is None:
     return str(run_inputs.MODEL.value)
   layers = ""

@@ -166,7 +166,7 @@ def _cells(compared: Compared) -> tuple[str, ...]:
     _seconds(ours.first, 1),
     _mebibytes(ours.peak),
     "" if theirs is None else _mebibytes(theirs.peak),
-    "" if compared.share is None else f"{100 * compared.share:.0f}",
+    "" if compared.share is None else f"{100 * compared.share:.2g}",
   )
 
 

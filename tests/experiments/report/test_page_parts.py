@@ -60,6 +60,7 @@ COLUMNS = {
   "peers_prefill": ("prefill", *paired_times.HEADING),
   "peers_prefill_5000": ("prefill", *paired_times.HEADING),
   "peers_decode": ("decode", *paired_times.HEADING),
+  "peers_compress": ("compress", *paired_times.HEADING),
 }
 PAGES = {
   name: page_commands.joined((ROOT / "docs" / page).read_text("utf-8"))
