@@ -36,7 +36,7 @@ class Compressed(NamedTuple):
   """What kvjax makes of prompts.
 
   Attributes:
-    kept: by case and prompt, bool [L, K, n] or [L, K, D].
+    kept: by case and prompt, bool [L, K, n] or [L, K, D + n].
     answers: by case and prompt.
   """
 
@@ -109,20 +109,26 @@ def _compress_batch(
 def _kept(cache: kvjax.Cache, row: int) -> np.ndarray:
   """Which tokens of its context a row holds, bool [L, K, n].
 
-  Of layers without some channels, which channels [L, K, D].
+  In layers without some channels, the kept ones come first, [L, K, D + n].
   """
   length = int(cache.next_positions[row])
   found = []
   for layer in cache.layers:
     assert layer is not None
-    heads, width = layer.row_positions(row), length
+    bits = _bits(layer.row_positions(row), length)
     if isinstance(layer, NarrowLayer):
-      heads, width = layer.channels[row].tolist(), layer.tail.keys.shape[-1]
-    bits = np.zeros((len(heads), width), bool)
-    for head, places in zip(bits, heads, strict=True):
-      head[places] = True
+      channels = _bits(layer.channels[row].tolist(), layer.tail.keys.shape[-1])
+      bits = np.concatenate([channels, bits], axis=-1)
     found.append(bits)
   return np.stack(found)
+
+
+def _bits(heads: Sequence[Sequence[int]], width: int) -> np.ndarray:
+  """Marks the places that each head has, bool [K, width]."""
+  bits = np.zeros((len(heads), width), bool)
+  for head, places in zip(bits, heads, strict=True):
+    head[places] = True
+  return bits
 
 
 class Row(NamedTuple):

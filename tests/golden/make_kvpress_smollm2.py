@@ -16,7 +16,8 @@ kvpress's pipeline.
 
   kept_<prompt>.npz  for each press and share removed (in percent):
                      <press>_<percent>, the kept tokens as bits, uint8
-                     [L, K, n / 8], or the kept channels of ThinKPress;
+                     [L, K, n / 8], or the kept channels of ThinKPress, after
+                     which those of ComposedPress have the kept tokens;
                      prompts are numbered in their order, the first `SETS` of
                      each task have such a file
   answers.json       for each press, <press>_<percent>: per prompt the ids of
@@ -179,25 +180,40 @@ def masked(model):
 def kept(press, full, cache, masked):
   """Which tokens of a full cache another one has, bool [L, K, n].
 
-  Of ThinKPress, which keeps all tokens, it is the channels [L, K, D].
+  Of ThinKPress, which keeps all tokens, it is the channels [L, K, D]; of
+  ComposedPress, the channels and then the tokens, [L, K, D + n].
   """
+  channels = torch.stack(
+    [(layer.keys[0] != 0).any(dim=1) for layer in cache.layers]
+  ).numpy()
   if isinstance(press, kvpress.ThinKPress):
-    written = [(layer.keys[0] != 0).any(dim=1) for layer in cache.layers]
-    return torch.stack(written).numpy()
+    return channels
   found = []
-  for layer, own, hidden in zip(full.layers, cache.layers, masked, strict=True):
-    keys, survivors = layer.keys[0].numpy(), own.keys[0].numpy()
-    bits = np.zeros(keys.shape[:2], bool)
-    for head, every, left in zip(bits, keys, survivors, strict=True):
-      places = {key.tobytes(): place for place, key in enumerate(every)}
-      assert len(places) == len(every)
-      head[[places[key.tobytes()] for key in left]] = True
-      assert head.sum() == len(left)
+  for layer, own, hidden, written in zip(
+    full.layers, cache.layers, masked, channels, strict=True
+  ):
+    bits = survivors(layer.keys[0].numpy(), own.keys[0].numpy(), written)
     if hidden is not None:
       _, heads, tokens = hidden
       bits[heads, tokens] = False
     found.append(bits)
+  if isinstance(press, kvpress.ComposedPress):
+    return np.concatenate([channels, found], axis=-1)
   return np.stack(found)
+
+
+def survivors(before, after, channels):
+  """The tokens whose keys, in some channels, are still there, bool [K, n]."""
+  bits = np.zeros(before.shape[:2], bool)
+  for head, every, left, written in zip(
+    bits, before, after, channels, strict=True
+  ):
+    every, left = every[:, written], left[:, written]
+    places = {key.tobytes(): place for place, key in enumerate(every)}
+    assert len(places) == len(every)
+    head[[places[key.tobytes()] for key in left]] = True
+    assert head.sum() == len(left)
+  return bits
 
 
 def check(made: Pass) -> None:

@@ -70,6 +70,9 @@ COUNTERPARTS = {
   "rerotated": Counterpart(
     "KeyRerotationPress(StreamingLLMPress)", "rerotate/streaming.kvpress"
   ),
+  "rerotated_keydiff": Counterpart(
+    "KeyRerotationPress(KeyDiffPress)", "rerotate/keydiff.kvpress"
+  ),
   "lagkv": Counterpart("LagKVPress", "lagkv.kvpress"),
   "lagkv_cross": Counterpart(
     "LagKVPress, cross_scoring=True", "lagkv.kvpress:cross_scoring=true"
@@ -88,9 +91,21 @@ COUNTERPARTS = {
   "adakv_keydiff": Counterpart(
     "AdaKVPress(KeyDiffPress), alpha_safeguard=0", "ada/keydiff:alpha=0"
   ),
+  "adakv_expected": Counterpart(
+    "AdaKVPress(ExpectedAttentionPress, epsilon=0.01)",
+    "ada.kvpress/expected_attention.kvpress:epsilon=0.01",
+  ),
   "critical": Counterpart("CriticalKVPress(SnapKVPress)", "criticalkv.kvpress"),
   "critical_ada": Counterpart(
     "CriticalAdaKVPress(SnapKVPress)", "criticaladakv.kvpress"
+  ),
+  "critical_expected": Counterpart(
+    "CriticalKVPress(ExpectedAttentionPress, use_vnorm=False)",
+    "critical/expected_attention.kvpress:value_norm=false",
+  ),
+  "critical_ada_expected": Counterpart(
+    "CriticalAdaKVPress(ExpectedAttentionPress, use_vnorm=False)",
+    "ada.kvpress/critical/expected_attention.kvpress:value_norm=false",
   ),
   "chunkkv_default": Counterpart(
     "ChunkKVPress(SnapKVPress)", "chunkkv.kvpress"
@@ -107,6 +122,7 @@ COUNTERPARTS = {
     "ChunkPress(KeyDiffPress), chunk_length=256",
     "chunked:length=256/keydiff.kvpress",
   ),
+  "block": Counterpart("BlockPress(KnormPress)", "key_norm.kvpress"),
   "by_layer": Counterpart(
     "PerLayerCompressionPress(SnapKVPress)", "snapkv.kvpress", by_layer=0.3
   ),
@@ -124,12 +140,21 @@ COUNTERPARTS = {
   "kvzip_plus": Counterpart(
     "KVzipPress, kvzip_plus_normalization=True", "kvzip.kvpress_plus"
   ),
+  "kvzip_layer": Counterpart(
+    "KVzipPress, layerwise=True", "kvzip.kvpress:level=layer"
+  ),
   "kvgrad": Counterpart("KVgradPress", "kvzip.kvpress_grad"),
   "simlayer": Counterpart(
     "SimLayerKVPress, n_recent=256", "simlayerkv:recent=256", budget="threshold"
   ),
   "think": Counterpart(
     "ThinKPress", "think:share=RATIO/full", budget="everything"
+  ),
+  "think_snapkv": Counterpart(
+    "ComposedPress([SnapKVPress, ThinKPress(0.5)])", "think/snapkv.kvpress"
+  ),
+  "think_keydiff": Counterpart(
+    "ComposedPress([KeyDiffPress, ThinKPress(0.5)])", "think/keydiff.kvpress"
   ),
   "kvzap_linear": Counterpart(
     'KVzapPress, model_type="linear"', "kvzap.kvpress:gate=LINEAR"
@@ -139,6 +164,10 @@ COUNTERPARTS = {
     "DMSPress(KVzapPress)", "kvzap.kvpress:gate=MLP", budget="score"
   ),
   "fast_kvzip": Counterpart("FastKVzipPress", "fast_kvzip.kvpress:gate=GATES"),
+  "fast_kvzip_layer": Counterpart(
+    "FastKVzipPress, layerwise=True",
+    "fast_kvzip.kvpress:gate=GATES:level=layer",
+  ),
   "prefill_decoding": Counterpart(
     "PrefillDecodingPress(SnapKVPress, DecodingPress(KeyDiffPress))",
     "snapkv.kvpress",
@@ -162,16 +191,23 @@ def their_answers() -> dict[str, list[list[int]]]:
 
 @functools.cache
 def their_kept(prompt: int) -> dict[str, np.ndarray]:
-  """What kvpress keeps of a prompt, by case: bool [L, K, n] or [L, K, D]."""
+  """What kvpress keeps of a prompt, by case: bool [L, K, n].
+
+  If it drops channels, these stand before the tokens, [L, K, D + n].
+  """
   length = len(samples()[prompt]["context"])
   with np.load(GOLDEN / f"kept_{prompt}.npz") as stored:
-    return {
-      # Channels are fewer than tokens, and whole bytes.
-      case: np.unpackbits(
-        bits, axis=-1, count=min(length, 8 * bits.shape[-1])
-      ).astype(bool)
-      for case, bits in stored.items()
-    }
+    return {case: _unpacked(bits, length) for case, bits in stored.items()}
+
+
+def _unpacked(bits: np.ndarray, length: int) -> np.ndarray:
+  """The kept channels and tokens of stored bits."""
+  kept = np.unpackbits(bits, axis=-1).astype(bool)
+  if kept.shape[-1] < length:
+    # Channels, which are whole bytes, without the tokens: all are kept.
+    tokens = np.ones((*kept.shape[:2], length), bool)
+    return np.concatenate([kept, tokens], axis=-1)
+  return kept[..., : kept.shape[-1] - (-length % 8)]
 
 
 def stored_prompts() -> list[int]:

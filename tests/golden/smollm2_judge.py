@@ -29,7 +29,7 @@ from kvjax.methods import (
   WholeChunks,
 )
 from kvjax.methods.gated import GatedMethod
-from kvjax.methods.kvzip import Level
+from kvjax.methods.kvzip import KVzip, Level
 from kvjax.models.pretrained import Pretrained
 
 # Scores that differ by less, relative to their size, are equal but for the
@@ -83,14 +83,14 @@ class Judge:
     if isinstance(plan.method, GatedMethod):
       yield from self._of_gates(plan, prompt, differs)
       return
-    if layers and plan.spread.whole_model:
-      # The heads of all layers compete.
-      gap = _gap(self._replayed(plan, prompt)[differs], 0.0)
+    if layers and isinstance(plan.method, KVzip):
+      scores = self._replayed(plan, prompt)
       for layer in layers:
+        gap = _gap_of_level(plan.method.level, scores, differs, layer)
         yield Difference(layer, int(differs[layer].sum()), gap, TIE)
       return
     if isinstance(plan.method, StreamingLLM | SimLayer | Think):
-      # They do not score tokens, so that none can tie.
+      # They do not score tokens, so that none can tie; nor may channels differ.
       for layer in layers:
         yield Difference(layer, int(differs[layer].sum()), np.inf, 0.0)
       return

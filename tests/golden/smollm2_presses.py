@@ -84,8 +84,8 @@ def dms(compression_ratio: float):
   return kvpress.DMSPress(kvzap(0.0), threshold=threshold)
 
 
-def fast_kvzip(compression_ratio: float):
-  press = kvpress.FastKVzipPress(compression_ratio)
+def fast_kvzip(compression_ratio: float, **options):
+  press = kvpress.FastKVzipPress(compression_ratio, **options)
   press.gates = []
   for layer, weights in enumerate(gates.fast_kvzip_layers()):
     heads, _, group = weights["b"].shape
@@ -99,6 +99,10 @@ def fast_kvzip(compression_ratio: float):
   return press
 
 
+def with_half_of_channels(press):
+  return kvpress.ComposedPress([press, kvpress.ThinKPress(0.5)])
+
+
 def prefill_decoding(compression_ratio: float):
   decoding = kvpress.DecodingPress(
     kvpress.KeyDiffPress(),
@@ -110,8 +114,8 @@ def prefill_decoding(compression_ratio: float):
 
 
 # By name, from the share removed to the press; of SimLayerKVPress it is the
-# threshold, of DMSPress it stands for one, and of ThinKPress it is the share of
-# channels.
+# threshold, of DMSPress it stands for one, and of ThinKPress alone it is the
+# share of channels.
 PRESSES = {
   "knorm": kvpress.KnormPress,
   "keydiff": kvpress.KeyDiffPress,
@@ -121,6 +125,9 @@ PRESSES = {
   "streaming": kvpress.StreamingLLMPress,
   "rerotated": lambda c: kvpress.KeyRerotationPress(
     kvpress.StreamingLLMPress(c)
+  ),
+  "rerotated_keydiff": lambda c: kvpress.KeyRerotationPress(
+    kvpress.KeyDiffPress(c)
   ),
   "lagkv": kvpress.LagKVPress,
   "lagkv_cross": lambda c: kvpress.LagKVPress(c, cross_scoring=True),
@@ -143,6 +150,7 @@ PRESSES = {
   "chunkkv_default": lambda c: kvpress.ChunkKVPress(kvpress.SnapKVPress(c)),
   "chunkkv_keydiff": lambda c: kvpress.ChunkKVPress(kvpress.KeyDiffPress(c)),
   "chunk": lambda c: kvpress.ChunkPress(kvpress.KeyDiffPress(c), 256),
+  "block": lambda c: kvpress.BlockPress(kvpress.KnormPress(c)),
   "by_layer": by_layer,
   "expected": kvpress.ExpectedAttentionPress,
   "expected_stats": with_statistics,
@@ -150,23 +158,37 @@ PRESSES = {
   "cur": kvpress.CURPress,
   "critical": lambda c: kvpress.CriticalKVPress(kvpress.SnapKVPress(c)),
   "critical_ada": lambda c: kvpress.CriticalAdaKVPress(kvpress.SnapKVPress(c)),
+  "adakv_expected": lambda c: kvpress.AdaKVPress(
+    kvpress.ExpectedAttentionPress(c, epsilon=1e-2)
+  ),
+  "critical_expected": lambda c: kvpress.CriticalKVPress(
+    kvpress.ExpectedAttentionPress(c, use_vnorm=False)
+  ),
+  "critical_ada_expected": lambda c: kvpress.CriticalAdaKVPress(
+    kvpress.ExpectedAttentionPress(c, use_vnorm=False)
+  ),
   "finch": finch,
   "duo": kvpress.DuoAttentionPress,
   "kvzip": kvpress.KVzipPress,
   "kvzip_plus": lambda c: kvpress.KVzipPress(c, kvzip_plus_normalization=True),
+  "kvzip_layer": lambda c: kvpress.KVzipPress(c, layerwise=True),
   "kvgrad": kvpress.KVgradPress,
   "simlayer": lambda c: kvpress.SimLayerKVPress(c, n_recent=RECENT),
   "think": kvpress.ThinKPress,
+  "think_snapkv": lambda c: with_half_of_channels(kvpress.SnapKVPress(c)),
+  "think_keydiff": lambda c: with_half_of_channels(kvpress.KeyDiffPress(c)),
   "kvzap_linear": lambda c: kvzap(c, "linear"),
   "kvzap": kvzap,
   "dms": dms,
   "fast_kvzip": fast_kvzip,
+  "fast_kvzip_layer": lambda c: fast_kvzip(c, layerwise=True),
   "prefill_decoding": prefill_decoding,
 }
 EAGER = ("observed",)
 # These turn keys, by which kept tokens are found: the same without that.
 STILL = {
   "rerotated": kvpress.StreamingLLMPress,
+  "rerotated_keydiff": kvpress.KeyDiffPress,
   "finch": lambda c: finch(c, rerotate_keys=False),
 }
 TURNING = (kvpress.KeyRerotationPress, kvpress.FinchPress)
