@@ -105,6 +105,9 @@ class Tokenizer:
       backend = tokenizers.Tokenizer.from_str(text)
     template = directory / "chat_template.jinja"
     config = read_json_if_present(directory / "tokenizer_config.json")
+    if "added_tokens_decoder" not in config:
+      # As in transformers: older files may name special tokens there alone.
+      config |= read_json_if_present(directory / "special_tokens_map.json")
     unread = directory / "chat_template.json"
     if (
       is_present(unread)

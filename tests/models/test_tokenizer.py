@@ -222,6 +222,24 @@ def test_special_tokens_may_be_objects(directory):
   assert Tokenizer.load(directory).eos_ids == (SPECIAL["pad_id"],)
 
 
+def test_older_files_may_name_special_tokens_in_a_map(directory):
+  """As transformers 5.2 reads it, unless the config lists added tokens."""
+  names = ("bos_token", "eos_token", "pad_token")
+  config = json.loads((directory / "tokenizer_config.json").read_text())
+  tokens = {name: config.pop(name) for name in names}
+  tokens["bos_token"] = {"content": tokens["bos_token"], "lstrip": False}
+  (directory / "tokenizer_config.json").write_text(json.dumps(config))
+  (directory / "special_tokens_map.json").write_text(json.dumps(tokens))
+  tokenizer = Tokenizer.load(directory)
+  ids = (tokenizer.bos_id, *tokenizer.eos_ids, tokenizer.pad_id)
+  assert ids == (SPECIAL["bos_id"], SPECIAL["eos_id"], SPECIAL["pad_id"])
+  sample = CHAT["samples"][0]
+  text = "".join(tokenizer.split_chat(sample["context"]))
+  assert text == sample["rendered"]
+  _edit_config(directory, added_tokens_decoder={})
+  assert Tokenizer.load(directory).bos_id is None
+
+
 def test_padding_without_a_pad_token(directory):
   _edit_config(directory, pad_token=None)
   assert Tokenizer.load(directory).pad_id is None
