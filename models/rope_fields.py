@@ -102,7 +102,14 @@ def read_ropes(
     kind = family.rope_names[kind]
     rope |= {"rope_type": kind}
   if original is not None and kind in ("llama3", "yarn", "longrope"):
-    rope.setdefault("original_max_position_embeddings", original)
+    found = rope.setdefault("original_max_position_embeddings", original)
+    if found != original:
+      # transformers 4 took the inner one, and transformers 5 the outer one.
+      fields.faults.append(
+        f"has {format_value(found)} for the rope field "
+        f"'original_max_position_embeddings' and {format_value(original)} for "
+        "the field outside, which must agree"
+      )
 
   def read(found: Mapping[str, Any]) -> Rope:
     try:

@@ -214,6 +214,17 @@ from kvjax.models.config import DecoderConfig
       "has 64 for the rope field 'original_max_position_embeddings', which rope"
       " type 'dynamic' does not use; only 128, max_position_embeddings",
     ),
+    (
+      {"rope_scaling": LLAMA3, "original_max_position_embeddings": 32},
+      "has 64 for the rope field 'original_max_position_embeddings' and 32 for "
+      "the field outside, which must agree",
+    ),
+    (
+      {"model_type": "phi3", "rope_scaling": LONG}
+      | {"original_max_position_embeddings": 64}
+      | {"rope_parameters": {"original_max_position_embeddings": 32}},
+      "has 32 for the rope field 'original_max_position_embeddings' and 64 for",
+    ),
     ({"rope_scaling": LLAMA3 | {"low_freq_factor": 4.0}}, "the smaller"),
     ({"rope_scaling": YARN | {"attention_factor": 1e29}}, "no huge one"),
     ({"rope_scaling": YARN | {"mscale": 1e29}}, "no huge one"),
