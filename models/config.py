@@ -292,6 +292,9 @@ class DecoderConfig:
       elif (local.kind, local.theta) != ("default", self.rope.theta):
         both = {FULL: self.rope.parameters(), SLIDING: local.parameters()}
         fields = {"rope_parameters": both}
+    if self.family.scaling and self.rope.kind == "default":
+      # Without a word, there would be a scaling.
+      fields["rope_parameters"] = self.rope.parameters()
     if self.family.partial:
       fields["partial_rotary_factor"] = self.rope.dim / self.head_dim
       fields["original_max_position_embeddings"] = self.rope.original_context

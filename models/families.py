@@ -45,6 +45,7 @@ class Family:
     models: the models of the type, for people.
     style: structure of the layers.
     absent: what `transformers` takes for fields that config.json lacks.
+    scaling: likewise for RoPE, if config.json has neither field of its scaling.
     attention_bias: biases of the attention's projections: as the "field" says,
       "never", "always", or of queries, keys and values alone ("qkv").
     mlp_bias: whether the field is read.
@@ -75,6 +76,7 @@ class Family:
   models: str
   style: Style = Style()
   absent: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  scaling: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   attention_bias: Literal["field", "never", "always", "qkv"] = "field"
   mlp_bias: bool = False
   windows: Literal["never", "all", "enabled", "late"] | int = "never"
@@ -187,6 +189,14 @@ FAMILIES: dict[str, Family] = {
       "num_experts_per_tok": 4,
       "rms_norm_eps": 1e-5,
       "rope_theta": 150_000.0,
+    },
+    scaling={
+      "rope_type": "yarn",
+      "factor": 32.0,
+      "beta_fast": 32.0,
+      "beta_slow": 1.0,
+      "truncate": False,
+      "original_max_position_embeddings": 4096,
     },
     attention_bias="always",
     windows=2,

@@ -79,7 +79,10 @@ def read_ropes(
   if family.rope == "local":
     local["rope_theta"] = fields.take("rope_local_base_freq")
   original = fields.take("original_max_position_embeddings")
-  older, rope = fields.object("rope_scaling"), fields.object("rope_parameters")
+  names = ("rope_scaling", "rope_parameters")
+  if not fields.rest.keys() & set(names):
+    fields.rest["rope_scaling"] = dict(family.scaling)
+  older, rope = map(fields.object, names)
   if family.rope in ("local", "unscaled") and set(rope) & {FULL, SLIDING}:
     nested = Fields(rope)
     rope = nested.object(FULL)
