@@ -33,12 +33,20 @@ class Auto:
     """Reads the records of a folder, if there are any.
 
     Raises:
-      InputError: a JSON file is no record, or belongs to another model.
+      InputError: a JSON file is no record, or belongs to another model, or two
+        files differ about one method.
     """
-    records = {}
+    records: dict[tuple[str, bool], kvjax.Calibration] = {}
+    paths: dict[tuple[str, bool], pathlib.Path] = {}
     for path in sorted(folder.glob("*.json")):
       loaded = kvjax.Calibration.load(path, model_id=model_id)
-      records[loaded.method, loaded.per_query_head] = loaded
+      key = loaded.method, loaded.per_query_head
+      first = paths.setdefault(key, path)
+      if records.setdefault(key, loaded) != loaded:
+        raise InputError(
+          f"{first} and {path} are different calibrations of {loaded.method}; "
+          "keep one of them in the folder."
+        )
     return cls(tau, folder, records)
 
   def of(self, name: str, plan: kvjax.Plan) -> kvjax.Calibrated:
