@@ -200,15 +200,22 @@ def _check_overrides(
   """Rejects overrides before anything runs or is written.
 
   Raises:
-    InputError: --tau is no share, an experiment does not read it or has no
-      trials, experiments read different --data, an experiment or one of its
-      programs lacks a task or its texts, or it compares lengths.
+    InputError: --tau is no share, an experiment does not read it, or
+      --samples, --tasks or --length, or has no trials, experiments read
+      different --data, an experiment or one of its programs lacks a task or its
+      texts, or it compares lengths.
   """
   if _TAU.value is not None:
     check_tau(_TAU.value)
     for experiment in chosen:
       if not any("tau" in each.takes for each in experiment.programs):
         raise InputError(f"--tau is for E3.5 to E3.7, not for {experiment.id}.")
+  for name in sorted({"samples", "tasks", "length"} & given.keys()):
+    for experiment in chosen:
+      if experiment.parts and not _reads(experiment, name):
+        raise InputError(
+          f"{experiment.id} does not read --{name}; leave it out."
+        )
   if _TRIALS.value:
     _check_trials(chosen, given)
   if sources.data is not None:
@@ -222,6 +229,17 @@ def _check_overrides(
     called = programs.chosen(experiment.programs, given)
     if tasks is not None and any("tasks" in each.takes for each in called):
       generator.choose(tasks, sources.texts)
+
+
+def _reads(experiment: Experiment, name: str) -> bool:
+  """Says whether --samples, --tasks or --length changes an experiment."""
+  return any(
+    name in part.takes
+    if isinstance(part, Program)
+    # Random data have lengths, but are no samples of a task.
+    else part.paper.tasks or name == "length"
+    for part in experiment.parts
+  )
 
 
 def _check_data(chosen: Sequence[Experiment]) -> None:
