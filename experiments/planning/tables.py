@@ -32,8 +32,8 @@ def facts(planned: Planned, slice_: Slice) -> str:
   chip = planned.chip
   axes = ",".join(f"{axis}:{size}" for axis, size in chip.mesh.shape.items())
   return (
-    f"{slice_.name}: {slice_.chips} chips ({chip.topology}), mesh {axes}, "
-    f"batch {planned.use.rows}, "
+    f"{slice_.name}: {wording.count(slice_.chips, 'chip')} ({chip.topology}), "
+    f"mesh {axes}, batch {planned.use.rows}, "
     f"{mib(chip.hbm_bytes)} MiB of HBM each"
   )
 

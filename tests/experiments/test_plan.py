@@ -247,6 +247,9 @@ def test_a_plan_is_a_table_and_a_sentence():
     "tiny, 1 context of 96 tokens, keydiff at 0.5"
   )
   assert "mesh data:1,model:2,group:2" in tables.facts(one, four)
+  assert tables.facts(one, four).startswith("v5e-4: 4 chips (")
+  alone = slices.find_slice("v5e-1")
+  assert tables.facts(one, alone).startswith("v5e-1: 1 chip (")
   assert "200 GB/s of v5e (https://" in tables.sources(["v5e"])
 
 
