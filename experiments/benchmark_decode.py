@@ -59,7 +59,8 @@ from kvjax.experiments.timing import (
 )
 from kvjax.models.pretrained import Pretrained
 
-flags.adopt_module_key_flags(run_inputs)
+for name in (*run_inputs.ALONE, "seed"):
+  flags.declare_key_flag(name)
 flags.adopt_module_key_flags(budget_inputs)
 flags.set_default(budget_inputs.RETENTION, ["0.25", "0.0625"])
 flags.set_default(run_inputs.MODEL, run_inputs.REFERENCE)

@@ -22,7 +22,8 @@ from kvjax.experiments.run.environment import device
 from kvjax.experiments.run.prompting import Prompt
 from kvjax.experiments.timing import sweep_timing
 
-flags.adopt_module_key_flags(run_inputs)
+for name in (*run_inputs.ALONE, "seed"):
+  flags.declare_key_flag(name)
 flags.set_default(run_inputs.MODEL, run_inputs.REFERENCE)
 
 _METHODS = flags.DEFINE_list(

@@ -24,8 +24,10 @@ from kvjax.experiments.run import multihost, outputs
 from kvjax.experiments.run.progress_bar import progress_bar
 from kvjax.experiments.run.sentences import say
 
-for module in (document_inputs, run_inputs, host_inputs):
+for module in (document_inputs, host_inputs):
   flags.adopt_module_key_flags(module)
+for name in run_inputs.ALONE:
+  flags.declare_key_flag(name)
 
 _LENGTH = flags.DEFINE_integer(
   "length", 2048, "Maximum tokens of a chunk of a document.", lower_bound=16

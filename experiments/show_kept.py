@@ -25,7 +25,7 @@ from kvjax.experiments.run.progress_bar import progress_bar
 from kvjax.experiments.run.sentences import say
 from kvjax.experiments.tasks import prose, suite
 
-for name in ("model", "mesh", "kernels", "kernels_table", "dtype"):
+for name in run_inputs.ALONE:
   flags.declare_key_flag(name)
 flags.adopt_module_key_flags(budget_inputs)
 flags.set_default(budget_inputs.RETENTION, ["0.25"])

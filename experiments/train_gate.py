@@ -35,8 +35,10 @@ from kvjax.experiments.run.sentences import say
 from kvjax.prompts import Prompts, bucket
 from kvjax.repeat_request import RepeatRequest
 
-for module in (document_inputs, run_inputs, host_inputs):
+for module in (document_inputs, host_inputs):
   flags.adopt_module_key_flags(module)
+for name in (*run_inputs.ALONE, "seed"):
+  flags.declare_key_flag(name)
 
 _OUTPUT = flags.DEFINE_string(
   "output",

@@ -74,6 +74,9 @@ _DTYPE = flags.DEFINE_enum(
   "Dtype of the computation; by default float32 on CPUs, bfloat16 elsewhere.",
 )
 
+# The flags of programs that prefill no batches of samples.
+ALONE = ("model", "mesh", "kernels", "kernels_table", "dtype")
+
 
 def settings() -> results.Settings:
   """Returns what these flags say of a run, for all of its answers."""
