@@ -19,6 +19,7 @@ from kvjax.experiments import exits, help_pages, interrupts
 from kvjax.experiments.inputs import plugin_inputs
 from kvjax.experiments.run import (
   kernel_failures,
+  memory_failures,
   multihost,
   plugin_failures,
   plugin_files,
@@ -129,7 +130,11 @@ def run_on_arguments(
         print(stopped, file=sys.stderr)
       exits.leave(exits.PREEMPTED)
     except Exception as error:
-      explain = (kernel_failures.sentence, plugin_failures.sentence)
+      explain = (
+        kernel_failures.sentence,
+        memory_failures.sentence,
+        plugin_failures.sentence,
+      )
       if said := next(filter(None, (say(error) for say in explain)), None):
         logging.info("The error in full:", exc_info=True)
         _refuse(said)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from kvjax.kernels import OPERATIONS
 
 # Compilers of kernels, and the memory that only kernels ask for.
-_COMPILER = re.compile(r"Mosaic|Triton|memory space [sv]mem")
+_COMPILER = r"Mosaic|Triton|memory space [sv]mem"
 _PLACE = re.compile(rf"kernels/({'|'.join(OPERATIONS)})/")
 _SAID = 200
 
@@ -28,15 +28,20 @@ def sentence(error: BaseException) -> str | None:
 
 def compilers(error: BaseException) -> str | None:
   """Returns the first words of a kernel's compiler; None for other errors."""
-  said = next((str(e) for e in _chain(error) if _is_compilers(e)), None)
-  if said is None:
-    return None
-  return " ".join(said.split())[:_SAID].removesuffix(".")
+  return first_words(error, _COMPILER)
 
 
-def _is_compilers(error: BaseException) -> bool:
-  text = f"{type(error).__name__}: {error}"
-  return _COMPILER.search(text) is not None
+def first_words(error: BaseException, pattern: str) -> str | None:
+  """Returns what the error, or one that it came from, begins with.
+
+  Args:
+    error: the error.
+    pattern: of the error's kind and text; None is returned if none matches.
+  """
+  for one in _chain(error):
+    if re.search(pattern, f"{type(one).__name__}: {one}"):
+      return " ".join(str(one).split())[:_SAID].removesuffix(".")
+  return None
 
 
 def _places(error: BaseException) -> str:

@@ -1,0 +1,39 @@
+"""Memory that is short, in a sentence."""
+
+import jax.numpy as jnp
+import pytest
+
+from kvjax.experiments import help_pages
+from kvjax.experiments.run import memory_failures
+
+PETABYTES = 2**50
+
+
+@pytest.mark.parametrize(
+  ("own", "advice"),
+  [
+    (
+      {"model", "batch", "length"},
+      "; a smaller --batch or --length takes less",
+    ),
+    ({"model"}, ""),
+  ],
+)
+def test_memory_that_a_device_lacks_names_the_flags_of_sizes(
+  own, advice, monkeypatch
+):
+  monkeypatch.setattr(help_pages, "own_flags", lambda: frozenset(own))
+  with pytest.raises(Exception, match="RESOURCE_EXHAUSTED") as raised:
+    jnp.zeros(PETABYTES, jnp.float32).block_until_ready()
+  said = memory_failures.sentence(raised.value)
+  assert said.startswith("The device has too little memory for this (RESOURCE")
+  assert f"{4 * PETABYTES} bytes" in said
+  assert said.endswith(f"){advice}.")
+  # JAX raises errors of its own in place of others.
+  outer = ValueError("cannot run")
+  outer.__cause__ = MemoryError("no room")
+  assert "(no room)" in memory_failures.sentence(outer)
+
+
+def test_other_errors_are_not_about_memory():
+  assert memory_failures.sentence(ValueError("MemoryError is a word")) is None
