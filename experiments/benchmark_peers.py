@@ -55,6 +55,7 @@ from kvjax.experiments import cli, refusals
 from kvjax.experiments.compilation.published import SHIPPED
 from kvjax.experiments.inputs import run_inputs
 from kvjax.experiments.peers import cases, paired_times, workers
+from kvjax.experiments.peers.counterparts import PRESSES
 from kvjax.experiments.report import benchmark_tables, wording
 from kvjax.experiments.run import outputs, progress_bar
 from kvjax.experiments.run.candidates import parse_budgets
@@ -136,6 +137,8 @@ def main() -> None:
   assert peer is not None
   if not (peer / "bin" / "python").exists():
     peer = None
+  if peer is not None and _NAMES.value:
+    refusals.refuse_unknown("methods", _NAMES.value, ["full", *PRESSES])
   lengths = run_inputs.parse_lengths(_LENGTH.value or _LENGTHS[_TABLE.value])
   folder = outputs.folder(_OUTPUT.value)
   cli.announce()

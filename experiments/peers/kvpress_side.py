@@ -18,22 +18,9 @@ import numpy as np
 import torch
 import transformers
 
+from .counterparts import PRESSES
 from .serving import Memory, serve
 
-# By the method's name in kvjax, from the share removed to the press.
-PRESSES = {
-  "random": kvpress.RandomPress,
-  "streaming": kvpress.StreamingLLMPress,
-  "key_norm": kvpress.KnormPress,
-  "keydiff": kvpress.KeyDiffPress,
-  "lagkv:lag=128": kvpress.LagKVPress,
-  "compactor": kvpress.CompactorPress,
-  "tova": kvpress.TOVAPress,
-  "snapkv": kvpress.SnapKVPress,
-  "pyramidkv": kvpress.PyramidKVPress,
-  "adakv": lambda c: kvpress.AdaKVPress(kvpress.SnapKVPress(c)),
-  "h2o": kvpress.ObservedAttentionPress,
-}
 EAGER = "h2o"
 # Any model has so many.
 TOKEN_IDS = 1000
@@ -157,7 +144,7 @@ class Side:
       position_embeddings=module.rotary_emb(hidden, positions),
       hidden_states=hidden,
     )
-    press = PRESSES[method](1 - retention)
+    press = _press(method, retention)
     with contextlib.suppress(AttributeError):
       press.post_init_from_model(types.SimpleNamespace(config=config))
     begin = self._now()
@@ -182,7 +169,7 @@ class Side:
     cache = transformers.DynamicCache()
     press: Any = contextlib.nullcontext()
     if method != "full":
-      press = PRESSES[method](1 - retention)(self.model)
+      press = _press(method, retention)(self.model)
     eager = method == EAGER
     self.model.set_attn_implementation("eager" if eager else "sdpa")
     with press:
@@ -203,6 +190,15 @@ class Side:
   def _decode(self, token: Any, cache: Any, position: int, count: int) -> None:
     for index in range(count):
       token = self._step(token, cache, position + index)
+
+
+def _press(method: str, retention: float) -> Any:
+  """Builds the press that stands for a method."""
+  *wrappers, scorer = PRESSES[method]
+  press = getattr(kvpress, scorer)(1 - retention)
+  for name in reversed(wrappers):
+    press = getattr(kvpress, name)(press)
+  return press
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ import kvjax
 from kvjax.engine.forward import prompt_hidden
 from kvjax.errors import InputError
 from kvjax.experiments.peers import cases, paired_times, workers
+from kvjax.experiments.peers.counterparts import PRESSES
 from kvjax.experiments.peers.kvjax_side import DeviceMemory, Side
 from kvjax.experiments.peers.serving import Memory
 from kvjax.experiments.peers.workers import Worker
@@ -264,6 +265,18 @@ def test_wrong_flags_are_refused(refusal, tiny_directory, arguments, message):
     *arguments,
   )
   assert message in told
+
+
+def test_methods_without_a_counterpart_are_refused(refusal, tmp_path):
+  (tmp_path / "bin").mkdir()
+  (tmp_path / "bin" / "python").touch()
+  told = refusal(
+    "kvjax.experiments.benchmark_peers",
+    f"--peer={tmp_path}",
+    "--methods=keydiff,lagkv",
+  )
+  assert "--methods has 'lagkv'; there are full, random" in told
+  assert all(name in told for name in PRESSES)
 
 
 def test_a_model_is_not_made_without_a_cpu():
