@@ -15,8 +15,8 @@ caches take turns in one process. It prints a table:
   and values) per second, relative to the summing of an array, which takes turns
   with the caches.
 
-It writes table.md to --output. It takes three minutes on two cores, half of it
-for compilation.
+It writes table.md to --output. The small model takes three minutes on two
+cores, half of it for compilation.
 
   kvjax benchmark_decode --every=128 \
     --methods=rkv,snapkv,keydiff,lagkv.kvpress,tova

@@ -200,10 +200,10 @@ def _check_overrides(
   """Rejects overrides before anything runs or is written.
 
   Raises:
-    InputError: --tau is no share, an experiment does not read it, or
-      --samples, --tasks or --length, or has no trials, experiments read
-      different --data, an experiment or one of its programs lacks a task or its
-      texts, or it compares lengths.
+    InputError: --tau is no share; an experiment does not read --tau, --samples,
+      --tasks or --length, or has no trials; experiments read different --data;
+      an experiment or one of its programs lacks a task or its texts, or it
+      compares lengths.
   """
   if _TAU.value is not None:
     check_tau(_TAU.value)

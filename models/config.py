@@ -293,8 +293,9 @@ class DecoderConfig:
         both = {FULL: self.rope.parameters(), SLIDING: local.parameters()}
         fields = {"rope_parameters": both}
     if self.family.scaling and self.rope.kind == "default":
-      # Without a word, there would be a scaling.
-      fields["rope_parameters"] = self.rope.parameters()
+      # If config.json does not say, transformers scales. All versions read
+      # this field.
+      fields["rope_scaling"] = {"rope_type": "default"}
     if self.family.partial:
       fields["partial_rotary_factor"] = self.rope.dim / self.head_dim
       fields["original_max_position_embeddings"] = self.rope.original_context

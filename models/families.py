@@ -45,7 +45,8 @@ class Family:
     models: the models of the type, for people.
     style: structure of the layers.
     absent: what `transformers` takes for fields that config.json lacks.
-    scaling: likewise for RoPE, if config.json has neither field of its scaling.
+    scaling: the scaling of RoPE that `transformers` takes if config.json has
+      none.
     attention_bias: biases of the attention's projections: as the "field" says,
       "never", "always", or of queries, keys and values alone ("qkv").
     mlp_bias: whether the field is read.

@@ -79,10 +79,13 @@ def read_ropes(
   if family.rope == "local":
     local["rope_theta"] = fields.take("rope_local_base_freq")
   original = fields.take("original_max_position_embeddings")
-  names = ("rope_scaling", "rope_parameters")
-  if not fields.rest.keys() & set(names):
-    fields.rest["rope_scaling"] = dict(family.scaling)
-  older, rope = map(fields.object, names)
+  says_nothing = not (
+    "rope_parameters" in fields.rest or fields.rest.get("rope_scaling")
+  )
+  if family.scaling and says_nothing:
+    # As in transformers 5, with its own original context.
+    fields.rest["rope_scaling"], original = dict(family.scaling), None
+  older, rope = map(fields.object, ("rope_scaling", "rope_parameters"))
   if family.rope in ("local", "unscaled") and set(rope) & {FULL, SLIDING}:
     nested = Fields(rope)
     rope = nested.object(FULL)

@@ -50,8 +50,9 @@ class Tokenizer:
 
     Args:
       backend: tokenizer that `tokenizers` reads from tokenizer.json.
-      config: fields of tokenizer_config.json; bos_token, eos_token and
-        pad_token are used, and all fields are preserved for `save`.
+      config: fields of tokenizer_config.json, and of special_tokens_map.json
+        if it counts; bos_token, eos_token and pad_token are used, and all
+        fields are preserved for `save`.
       chat_template: Jinja source, which takes precedence over the config's.
       eos_ids: ids that end an answer; by default that of the eos_token.
       num_embedded: number of ids that the model embeds; by default all.
@@ -304,7 +305,8 @@ class Tokenizer:
     token_id = self._backend.token_to_id(token)
     if token_id is None:
       raise InputError(
-        f"tokenizer_config.json has {name} {format_value(token)}, which "
+        "tokenizer_config.json or special_tokens_map.json has "
+        f"{name} {format_value(token)}, which "
         "tokenizer.json does not know."
       )
     return token_id
@@ -339,7 +341,8 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     # Others, such as add_bos_token, may be anything.
     elif name in _READ and value is not None:
       raise InputError(
-        f"tokenizer_config.json has {format_value(value)} for {name!r}, which "
+        "tokenizer_config.json or special_tokens_map.json has "
+        f"{format_value(value)} for {name!r}, which "
         "must be a token, or an object with its content."
       )
   return tokens

@@ -166,8 +166,12 @@ def _cells(compared: Compared) -> tuple[str, ...]:
     _seconds(ours.first, 1),
     _mebibytes(ours.peak),
     "" if theirs is None else _mebibytes(theirs.peak),
-    "" if compared.share is None else f"{100 * compared.share:.2g}",
+    "" if compared.share is None else _percentage(compared.share),
   )
+
+
+def _percentage(share: float) -> str:
+  return f"{100 * share:.2g}" if share < 0.1 else f"{100 * share:.0f}"
 
 
 def _seconds(value: float, most: int = 3) -> str:

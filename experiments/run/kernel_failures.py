@@ -2,14 +2,13 @@
 
 import re
 import traceback
-from collections.abc import Iterator
 
+from kvjax.experiments.run.causes import chain, first_words
 from kvjax.kernels import OPERATIONS
 
 # Compilers of kernels, and the memory that only kernels ask for.
 _COMPILER = r"Mosaic|Triton|memory space [sv]mem"
 _PLACE = re.compile(rf"kernels/({'|'.join(OPERATIONS)})/")
-_SAID = 200
 
 
 def sentence(error: BaseException) -> str | None:
@@ -17,7 +16,7 @@ def sentence(error: BaseException) -> str | None:
   said = compilers(error)
   if said is None:
     return None
-  found = _PLACE.search("".join(map(_places, _chain(error))))
+  found = _PLACE.search("".join(map(_places, chain(error))))
   flag = f"--kernels={found[1]}:xla" if found else "--kernels=xla"
   kernel = f"The kernel of {found[1]}" if found else "A kernel"
   return (
@@ -31,26 +30,7 @@ def compilers(error: BaseException) -> str | None:
   return first_words(error, _COMPILER)
 
 
-def first_words(error: BaseException, pattern: str) -> str | None:
-  """Returns what the error, or one that it came from, begins with.
-
-  Args:
-    error: the error.
-    pattern: of the error's kind and text; None is returned if none matches.
-  """
-  for one in _chain(error):
-    if re.search(pattern, f"{type(one).__name__}: {one}"):
-      return " ".join(str(one).split())[:_SAID].removesuffix(".")
-  return None
-
-
 def _places(error: BaseException) -> str:
   """What an error says of the source: its text, and the files it has passed."""
   frames = traceback.extract_tb(error.__traceback__)
   return "\n".join([str(error), *(frame.filename for frame in frames)])
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-  while error is not None:
-    yield error
-    error = error.__cause__ or error.__context__

@@ -66,7 +66,7 @@ class Bandwidth(NamedTuple):
 
   @property
   def bytes_per_second(self) -> float:
-    """That of the median round."""
+    """Bytes per second in the median round."""
     return self.nbytes / statistics.median(self.seconds)
 
 
@@ -76,7 +76,7 @@ def reading(nbytes: int) -> Callable[[], float]:
   Copies are no measure: on CPUs, what they write is new memory, which the
   system clears first.
   """
-  # Not of zeros, whose pages may all be one.
+  # Not of zeros, whose pages the system may share.
   array = jnp.ones(nbytes // 4, jnp.float32)
   return timer(jnp.sum, (array,))
 

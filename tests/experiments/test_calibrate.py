@@ -175,8 +175,11 @@ def test_what_cannot_be_automatic_is_refused_in_a_sentence(tmp_path):
 
 def test_two_records_of_a_method_are_refused_unless_they_are_equal(tmp_path):
   one, other = a_record("keydiff"), a_record("keydiff", beta=-4.0)
-  automatic(tmp_path / "equal", one, one)
-  automatic(tmp_path / "heads", one, a_record("keydiff", per_query_head=True))
+  equal = automatic(tmp_path / "equal", one, one)
+  assert list(equal.records.values()) == [one]
+  heads = a_record("keydiff", per_query_head=True)
+  both = automatic(tmp_path / "heads", one, heads)
+  assert list(both.records.values()) == [one, heads]
   with pytest.raises(InputError, match=r"0\.json and .*1\.json are different"):
     automatic(tmp_path / "different", one, other)
 

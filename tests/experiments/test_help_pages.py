@@ -111,3 +111,18 @@ def test_a_flag_is_shown_with_its_form_and_its_default(monkeypatch):
     "",
     help_pages._LOGGING,
   ]
+
+
+@pytest.mark.parametrize(
+  ("program", "flag"),
+  [
+    ("benchmark_decode", "batch"),
+    ("benchmark_sweep", "batch"),
+    ("train_gate", "batch"),
+    ("calibrate_queries", "batch"),
+    ("calibrate_queries", "seed"),
+  ],
+)
+def test_programs_have_no_flags_that_they_do_not_read(refusal, program, flag):
+  said = refusal(f"kvjax.experiments.{program}", f"--{flag}=3")
+  assert said == f"There is no flag --{flag}; --help lists the flags.\n"

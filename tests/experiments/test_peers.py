@@ -164,6 +164,17 @@ def test_times_of_less_than_a_tenth_have_three_digits():
   assert line[1:4] == ("0.00123", "0.123", "100.0")
 
 
+@pytest.mark.parametrize(
+  ("share", "shown"), [(0.0038, "0.38"), (0.997, "100"), (2.23, "223")]
+)
+def test_small_shares_have_two_digits(share, shown):
+  times = paired_times.Times(1, [0.1], None, "cpu")
+  found = paired_times.Compared(
+    cases.Case("a", "prefill", {}), times, None, share, {}
+  )
+  assert paired_times.table("prefill", [found]).lines[0][-1] == shown
+
+
 def test_both_sides_do_the_same_operations():
   (theirs,) = (
     node

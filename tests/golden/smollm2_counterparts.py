@@ -193,7 +193,8 @@ def their_answers() -> dict[str, list[list[int]]]:
 def their_kept(prompt: int) -> dict[str, np.ndarray]:
   """What kvpress keeps of a prompt, by case: bool [L, K, n].
 
-  If it drops channels, these stand before the tokens, [L, K, D + n].
+  If it drops channels, these stand before the tokens, [L, K, D + n]. Of a press
+  that only drops channels, tokens are not stored: all of them are kept.
   """
   length = len(samples()[prompt]["context"])
   with np.load(GOLDEN / f"kept_{prompt}.npz") as stored:

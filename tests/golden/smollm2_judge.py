@@ -90,7 +90,8 @@ class Judge:
         yield Difference(layer, int(differs[layer].sum()), gap, TIE)
       return
     if isinstance(plan.method, StreamingLLM | SimLayer | Think):
-      # They do not score tokens, so that none can tie; nor may channels differ.
+      # Without scores, no tokens tie. Channels may not differ, and no tie is
+      # allowed for what ThinK wraps.
       for layer in layers:
         yield Difference(layer, int(differs[layer].sum()), np.inf, 0.0)
       return

@@ -340,20 +340,34 @@ def test_layers_with_a_window_have_their_own_positions():
   )
 
 
-def test_gpt_oss_is_scaled_where_nothing_is_said():
+@pytest.mark.parametrize(
+  "nothing",
+  [
+    {},
+    {"rope_scaling": None},
+    {"rope_scaling": {}},
+    {"original_max_position_embeddings": 2048},
+  ],
+  ids=str,
+)
+def test_gpt_oss_is_scaled_where_nothing_is_said(nothing):
   """The numbers are those of transformers 5.2."""
-  fields = FIELDS | {"model_type": "gpt_oss", "head_dim": 16}
+  fields = FIELDS | {"model_type": "gpt_oss", "head_dim": 16} | nothing
   config = DecoderConfig.from_hf(fields)
   found, scale = FREQUENCIES["yarn"](config.rope, jnp.zeros((), jnp.int32))
   expected = [1.0, 2.25418e-1, 5.0813273e-2, 6.7949593e-3, 4.5648392e-4]
   expected += [1.8188337e-5, 4.0999785e-6, 9.2420896e-7]
   np.testing.assert_allclose(found[0], expected, rtol=1e-6)
   assert scale == pytest.approx(1.3465735902799727)
-  plain = {"rope_parameters": {"rope_type": "default"}}
-  config = DecoderConfig.from_hf(fields | plain)
+
+
+@pytest.mark.parametrize("plain", [{"rope_type": "default"}, None])
+def test_gpt_oss_is_not_scaled_where_that_is_said(plain):
+  fields = FIELDS | {"model_type": "gpt_oss", "rope_parameters": plain}
+  config = DecoderConfig.from_hf(fields)
   assert config.rope.kind == "default"
   # Other readers scale where nothing is said, too.
-  assert config.to_hf()["rope_parameters"]["rope_type"] == "default"
+  assert config.to_hf()["rope_scaling"] == {"rope_type": "default"}
   assert DecoderConfig.from_hf(config.to_hf()) == config
 
 

@@ -54,6 +54,7 @@ JSON = (
   "config.json",
   "generation_config.json",
   "tokenizer_config.json",
+  "special_tokens_map.json",
   "model.safetensors.index.json",
 )
 
