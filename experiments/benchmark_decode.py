@@ -12,7 +12,7 @@ caches take turns in one process. It prints a table:
 - tokens/s: of all rows together;
 - × full: the full cache's time relative to this one's;
 - % of bandwidth: the bytes that a step must read (the weights, and its keys
-  and values) per second, relative to the summing of an array, which takes turns
+  and values) per second, relative to the reading of an array, which takes turns
   with the caches.
 
 It writes table.md to --output. The small model takes three minutes on two

@@ -4,12 +4,12 @@
 
 runs the memory-bound operations of kernels/ at the sizes of their specs.py:
 with our kernel on TPUs and Hopper GPUs, with XLA's program, and `select` also
-with `lax.top_k` and a sort. They take turns with the summing of a large array.
+with `lax.top_k` and a sort. They take turns with the reading of a large array.
 It prints a table and writes results/kernels/{summary.json,table.md}:
 
 - ms: median over the rounds;
 - GB/s: the minimum bytes that must move, per second of that time;
-- % of bandwidth: the same, relative to the array that is summed;
+- % of bandwidth: the same, relative to the array that is read;
 - × xla: XLA's time relative to the program's;
 - difference: the maximum difference from XLA's result, relative to its largest
   number.

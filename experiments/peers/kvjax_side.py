@@ -9,13 +9,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 import kvjax
 from kvjax.experiments import cli
 from kvjax.experiments.peers.serving import Memory, serve
 from kvjax.experiments.run import stopwatch
-from kvjax.experiments.timing import layer_compression, random_models
+from kvjax.experiments.timing import (
+  kernel_timing,
+  layer_compression,
+  random_models,
+)
 from kvjax.model import Geometry
 from kvjax.models.pretrained import load_decoder
 
@@ -53,17 +56,17 @@ class Side:
 
   def limits(self) -> dict[str, float]:
     """Measures bytes per second of reading and operations of products."""
-    size, read = 2048, 2**29
+    size, nbytes = 2048, 2**29
     if jax.default_backend() != "cpu":
       # For milliseconds; less would measure how fast calls start.
-      size, read = 8192, 2**31
+      size, nbytes = 8192, 2**31
     # Not of ones: a GPU's clock depends on the bits that change.
     matrix = jax.random.normal(jax.random.key(0), (size, size), self._dtype)
-    array = jnp.ones(read // matrix.itemsize, self._dtype)
-    multiply, add_up = jax.jit(lambda x: x @ x), jax.jit(jnp.sum)
+    array = kernel_timing.readable(nbytes)
+    multiply, read = jax.jit(lambda x: x @ x), jax.jit(kernel_timing.read)
     product = min(stopwatch.repeated(lambda: multiply(matrix), 5))
-    reading = min(stopwatch.repeated(lambda: add_up(array), 5))
-    return {"bytes": read / reading, "operations": 2 * size**3 / product}
+    reading = min(stopwatch.repeated(lambda: read(array), 5))
+    return {"bytes": nbytes / reading, "operations": 2 * size**3 / product}
 
   def prefill(
     self, method: str, retention: float, rows: int, length: int
