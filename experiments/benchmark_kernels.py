@@ -1,4 +1,4 @@
-"""Times kernels on the device at hand, relative to its bandwidth.
+"""Times kernels, relative to the device's bandwidth.
 
   kvjax benchmark_kernels
 

@@ -73,10 +73,12 @@ def answers(output):
 def run_both(run_binary, tiny_directory, tmp_path, port):
   """Runs a program on one host and on two; returns the folders of both."""
 
-  def run(program, *given, mesh):
-    # Without a mesh, hosts take turns in batches.
-    batch = 4 if ":4" in mesh or "," in mesh else 1
-    given = (*given, f"--model={tiny_directory}", f"--batch={batch}")
+  def run(program, *given, mesh, batched=True):
+    given = (*given, f"--model={tiny_directory}")
+    if batched:
+      # Without a mesh, hosts take turns in batches.
+      batch = 4 if ":4" in mesh or "," in mesh else 1
+      given = (*given, f"--batch={batch}")
     one, two = tmp_path / "one", tmp_path / "two"
     flags = [f"--mesh={mesh}"] if mesh else []
     both = [
@@ -220,6 +222,7 @@ def test_two_hosts_train_a_gate_as_one(run_both, texts, mesh):
   one, two = run_both(
     *("train_gate", texts, "--length=60", "--samples=5", "--kind=linear"),
     mesh=mesh,
+    batched=False,
   )
   ours, theirs = (load_file(path / "model.safetensors") for path in (two, one))
   assert ours.keys() == theirs.keys()
@@ -236,7 +239,9 @@ def test_two_hosts_train_a_gate_as_one(run_both, texts, mesh):
 
 @pytest.mark.parametrize("mesh", ["model:4", "data:2,model:2", ""])
 def test_two_hosts_measure_queries_as_one(run_both, texts, mesh):
-  one, two = run_both("calibrate_queries", texts, "--length=60", mesh=mesh)
+  one, two = run_both(
+    "calibrate_queries", texts, "--length=60", mesh=mesh, batched=False
+  )
   ours, theirs = load_file(two), load_file(one)
   assert ours.keys() == theirs.keys()
   for name, array in theirs.items():
