@@ -91,6 +91,14 @@ def test_work_that_repeats_is_not_done_ahead_of_the_loop():
   assert "while(" in entry
 
 
+def test_bandwidth_is_of_an_array_that_is_read_whole():
+  array = kernel_timing.readable(2**20)
+  assert array.nbytes == 2**20
+  cost = jax.jit(kernel_timing.read).lower(array).compile().cost_analysis()
+  # It writes a number for 1,024 that it reads.
+  assert 2**20 < cost["bytes accessed"] < 1.01 * 2**20
+
+
 def test_shares_are_those_of_the_bandwidth_and_of_xla():
   timed = [
     Timed(XLA, [1.0, 3.0, 8.0], 300, 0.0),

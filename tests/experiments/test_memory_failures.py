@@ -6,7 +6,7 @@ import pytest
 from kvjax.experiments import help_pages
 from kvjax.experiments.run import memory_failures
 
-PETABYTES = 2**50
+NUMBERS = 2**50
 
 
 @pytest.mark.parametrize(
@@ -24,10 +24,10 @@ def test_memory_that_a_device_lacks_names_the_flags_of_sizes(
 ):
   monkeypatch.setattr(help_pages, "own_flags", lambda: frozenset(own))
   with pytest.raises(Exception, match="RESOURCE_EXHAUSTED") as raised:
-    jnp.zeros(PETABYTES, jnp.float32).block_until_ready()
+    jnp.zeros(NUMBERS, jnp.float32).block_until_ready()
   said = memory_failures.sentence(raised.value)
   assert said.startswith("There is too little memory for this (RESOURCE")
-  assert f"{4 * PETABYTES} bytes" in said
+  assert f"{4 * NUMBERS} bytes" in said
   assert said.endswith(f"){advice}.")
   # JAX raises errors of its own in place of others.
   outer = ValueError("cannot run")
