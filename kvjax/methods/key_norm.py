@@ -36,4 +36,6 @@ class KeyL2Norm(HeadwiseMethod):
 
   def score_head(self, head: Head) -> Float[Array, " T"]:
     """Scores keys by their negative norm."""
-    return -jnp.linalg.norm(head.keys, axis=-1)
+    # Scores of empty slots are ignored: a mask would copy all keys.
+    keys = head.cached_keys.astype(jnp.float32)
+    return -jnp.linalg.norm(keys, axis=-1)

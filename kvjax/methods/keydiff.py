@@ -50,21 +50,19 @@ class KeyDiff(HeadwiseMethod):
 
   def score_head(self, head: Head) -> Float[Array, " T"]:
     """Computes the dissimilarity of every key to the anchor."""
-    keys = head.keys
-    norms = jnp.maximum(jnp.linalg.norm(keys, axis=-1, keepdims=True), _TINY)
-    units = keys / norms
-    if self.anchor == "pairwise":
-      # (U U^T) 1 without the T x T matrix.
-      return -(units @ jnp.sum(units, axis=0))
-    anchor = self._anchor(keys, units, head.valid)
-    match self.metric:
-      case "cosine":
-        length = jnp.maximum(jnp.linalg.norm(anchor), _TINY)
-        return -(units @ anchor) / length
-      case "dot":
-        return -(keys @ anchor)
-      case "euclid":
-        return jnp.linalg.norm(keys - anchor[None], axis=-1)
+    # Scores of empty slots are ignored, so that only the anchor needs a masked
+    # copy of the keys.
+    keys = head.cached_keys.astype(jnp.float32)
+    norms = jnp.maximum(jnp.linalg.norm(keys, axis=-1), _TINY)
+    inverse = jnp.where(head.valid, 1 / norms, 0.0)
+    anchor = self._anchor(head, inverse)
+    if self.metric == "euclid":
+      return jnp.linalg.norm(keys - anchor[None], axis=-1)
+    dots = jnp.sum(keys * anchor[None], axis=-1)
+    if self.metric == "dot":
+      return -dots
+    length = jnp.maximum(jnp.linalg.norm(anchor), _TINY)
+    return -dots * inverse / (1 if self.anchor == "pairwise" else length)
 
   def protected(
     self, cache: LayerCache, counts: Int[Array, " B #K"]
@@ -74,15 +72,19 @@ class KeyDiff(HeadwiseMethod):
     return last_tokens(cache.valid, recent)
 
   def _anchor(
-    self,
-    keys: Float[Array, "T D"],
-    units: Float[Array, "T D"],
-    valid: Bool[Array, " T"],
+    self, head: Head, inverse: Float[Array, " T"]
   ) -> Float[Array, " D"]:
-    rows = keys if self.anchor.endswith("raw") else units
-    if self.anchor.startswith("mean"):
-      # Empty slots are zero and add nothing to the sum.
-      count = jnp.maximum(jnp.sum(valid.astype(jnp.float32)), 1.0)
-      return jnp.sum(rows, axis=0) / count
-    # The zeros of empty slots would shift a median; NaN is left out of it.
-    return jnp.nanmedian(jnp.where(valid[:, None], rows, jnp.nan), axis=0)
+    raw = self.anchor.endswith("raw")
+    rows = head.keys if raw else head.keys * inverse[:, None]
+    if self.anchor.startswith("median"):
+      # The zeros of empty slots would shift a median; NaN is left out of it.
+      return jnp.nanmedian(
+        jnp.where(head.valid[:, None], rows, jnp.nan), axis=0
+      )
+    # Empty slots are zero and add nothing to the sum.
+    total = jnp.sum(rows, axis=0)
+    if self.anchor == "pairwise":
+      # (U U^T) 1 without the T x T matrix.
+      return total
+    count = jnp.maximum(jnp.sum(head.valid.astype(jnp.float32)), 1.0)
+    return total / count
