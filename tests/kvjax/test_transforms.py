@@ -38,6 +38,8 @@ def test_gradients_outside_of_jit_are_those_inside(params, plan):
     for found, expected in zip(
       *map(jax.tree.leaves, (jax.grad(outside)(params), inside)), strict=True
     ):
+      # Two NaNs would pass for equal.
+      assert np.isfinite(expected).all()
       np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-4)
 
 
@@ -74,6 +76,7 @@ def test_gradients_reach_caches_that_grow_on_a_mesh(params, method):
   with jax.set_mesh(parse_mesh("data:2,model:2")):
     found = jax.grad(loss)(params)
   for one, other in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+    assert np.isfinite(other).all()
     np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-4)
 
 
