@@ -70,7 +70,7 @@ class LayerBudget:
 
   Attributes:
     counts: tokens per row, or per row and KV head.
-    capacity: M, slots of the new cache; at least every count.
+    capacity: M, slots of the new cache; at least what any count keeps of a row.
     budget: the budget of every eviction, if there are several; `counts` are
       those of the whole row then.
     total: tokens that all heads of a row keep together, if they share them;
