@@ -58,11 +58,12 @@ def cached_name(
 @functools.cache
 def _download(name: str, only: str) -> pathlib.Path:
   hub = library("huggingface_hub")
+  errors = library("huggingface_hub.errors")  # The package loads it lazily.
   patterns = [only + suffix for suffix in (*SUFFIXES, ".zip")]
   repository, _, revision = name.partition("@")
   absent = (
-    hub.errors.RepositoryNotFoundError,
-    hub.errors.RevisionNotFoundError,
+    errors.RepositoryNotFoundError,
+    errors.RevisionNotFoundError,
     ValueError,
   )
   try:

@@ -1,6 +1,9 @@
 """Data sets of the hub: found in the user's cache, or refused in a sentence."""
 
 import json
+import os
+import subprocess
+import sys
 import types
 
 import huggingface_hub.constants
@@ -90,6 +93,23 @@ def test_a_hub_that_cannot_be_reached_gets_one_sentence(cache):
     "There is no file or folder someone/else, and the Hugging Face hub cannot "
     "be reached for a data set of that name."
   )
+
+
+def test_a_fresh_process_reads_a_set_in_the_cache(tmp_path):
+  """Where nothing has yet loaded the modules of the hub's library."""
+  kept = keep(tmp_path, "someone", "ruler")
+  program = (
+    "from kvjax.experiments.benchmarks import hub\n"
+    "print(hub.resolve('someone/ruler'))\n"
+  )
+  offline = {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(tmp_path)}
+  done = subprocess.run(
+    [sys.executable, "-c", program],
+    env=os.environ | offline,
+    capture_output=True,
+    text=True,
+  )
+  assert done.stdout.strip() == str(kept), done.stderr
 
 
 @pytest.mark.parametrize(
