@@ -220,7 +220,7 @@ class RowFile:
       ) from error
 
   def _texts(self) -> Iterator[bytes]:
-    """Yields lines, with any line ending.
+    """Yields lines with their endings, of any kind.
 
     Raises:
       InputError: a line takes more memory than a row can.
@@ -228,7 +228,7 @@ class RowFile:
     with self._opened() as file:
       # Latin-1 preserves every byte, so that only lines with invalid UTF-8 are
       # rejected.
-      lines = io.TextIOWrapper(file, "latin-1")
+      lines = io.TextIOWrapper(file, "latin-1", newline="")
       while text := lines.readline(_LONGEST_LINE + 1):
         _check_size(f"A line of {self}", text, _LONGEST_LINE)
         yield text.encode("latin-1")

@@ -219,6 +219,19 @@ def test_cells_of_csv_are_texts_that_may_print_lists_and_numbers(
     second.number("list")
 
 
+@pytest.mark.parametrize("ending", ["\n", "\r\n", "\r"])
+def test_line_endings_within_a_cell_stay_whatever_ends_the_rows(
+  ending, tmp_path
+):
+  cells = {"a": "two\r\nlines", "b": "old\rMac\n"}
+  with open(tmp_path / "rows.csv", "w", newline="") as sink:
+    writer = csv.DictWriter(sink, list(cells), lineterminator=ending)
+    writer.writeheader()
+    writer.writerow(cells)
+  (row,) = RowFile(tmp_path / "rows.csv").rows()
+  assert row.fields == cells
+
+
 @pytest.mark.parametrize("line", ["1", "1,2,3"])
 def test_a_row_of_csv_with_other_fields_is_named(line, tmp_path):
   (tmp_path / "rows.csv").write_text(f'a,b\n1,"2\n"\n\n{line}\n')
