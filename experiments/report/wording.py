@@ -14,9 +14,10 @@ NOTHING = "–"
 
 def title(summary: Summary) -> str:
   """Describes the run of a summary, as a title."""
+  number = samples(summary)
   return (
     f"{summary['model']}, {lengths(summary)} tokens, {summary['protocol']}, "
-    f"{keeping(summary)}, {count(samples(summary), 'sample')} per task"
+    f"{keeping(summary)}, {number} sample{'s' * (number != '1')} per task"
   )
 
 
@@ -36,13 +37,17 @@ def lengths(summary: Summary) -> str:
   return ", ".join(str(length) for length in distinct)
 
 
-def samples(summary: Summary) -> int:
-  """Returns the minimum samples of a task and length; turns count."""
+def samples(summary: Summary) -> str:
+  """Says how many samples a task and length have; turns count.
+
+  A run that was resumed with more may have fewer at the budgets of before.
+  """
   counts: dict[tuple[object, ...], int] = {}
   for row in summary["rows"]:
     key = (row["method"], row["budget"], row["task"], row["length"])
     counts[key] = counts.get(key, 0) + row["samples"]
-  return min(counts.values())
+  fewest, most = min(counts.values()), max(counts.values())
+  return f"{fewest:,} to {most:,}" if fewest < most else f"{most:,}"
 
 
 def data(summary: Summary) -> str:

@@ -9,7 +9,7 @@ import rich.console
 from made_runs import make_answer
 
 from kvjax.errors import InputError
-from kvjax.experiments.report import compared, score_plots, writing
+from kvjax.experiments.report import compared, score_plots, wording, writing
 from kvjax.experiments.report.run_files import Record
 from kvjax.experiments.run import environment, outputs
 from kvjax.experiments.run.results import Results, Settings
@@ -106,6 +106,12 @@ def on_terminal(summary):
   with console.capture() as capture:
     console.print(compared.terminal(Record(pathlib.Path(), summary)))
   return capture.get()
+
+
+def test_a_title_has_the_fewest_and_the_most_samples_of_a_task(summary):
+  assert wording.title(summary).endswith(", 4 samples per task")
+  summary["rows"][-1]["samples"] = 6
+  assert wording.title(summary).endswith(", 4 to 6 samples per task")
 
 
 def test_the_terminal_has_the_details_of_the_middle_budget(summary):
