@@ -186,7 +186,9 @@ def scored(summary: Summary) -> str:
 
 def score_axis(summary: Summary) -> str:
   """Returns the axis label of the main score."""
-  return f"{scored(summary)}, mean over tasks (%)"
+  tasks = {row["task"] for row in summary["rows"]}
+  mean = ", mean over tasks" if len(tasks) > 1 else ""
+  return f"{scored(summary)}{mean} (%)"
 
 
 def milliseconds(seconds: float, decimals: int = 2) -> str:

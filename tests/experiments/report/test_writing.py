@@ -114,6 +114,13 @@ def test_a_title_has_the_fewest_and_the_most_samples_of_a_task(summary):
   assert wording.title(summary).endswith(", 4 to 6 samples per task")
 
 
+def test_an_axis_names_a_mean_only_of_several_tasks(summary):
+  assert wording.score_axis(summary).endswith(", mean over tasks (%)")
+  first = summary["rows"][0]["task"]
+  summary["rows"] = [row for row in summary["rows"] if row["task"] == first]
+  assert "mean" not in wording.score_axis(summary)
+
+
 def test_the_terminal_has_the_details_of_the_middle_budget(summary):
   shown = on_terminal(summary)
   # In the headline, in the table of budgets, and in that of tasks.
