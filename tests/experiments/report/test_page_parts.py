@@ -59,6 +59,8 @@ COLUMNS = {
   "peers_leaderboard": ("leaderboard", *paired_times.HEADING),
   "peers_prefill": ("prefill", *paired_times.HEADING),
   "peers_prefill_5000": ("prefill", *paired_times.HEADING),
+  "peers_prefill_8000": ("prefill", *paired_times.HEADING),
+  "peers_prefill_random": ("prefill", *paired_times.HEADING),
   "peers_decode": ("decode", *paired_times.HEADING),
   "peers_compress": ("compress", *paired_times.HEADING),
 }
