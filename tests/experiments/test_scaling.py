@@ -65,6 +65,16 @@ def test_scoring_takes_memory_linear_in_the_prompt(name):
   assert longer <= 2.1 * shorter + 2**16
 
 
+@pytest.mark.parametrize(("name", "copies"), [("key_norm", 0), ("keydiff", 1)])
+def test_scores_of_keys_copy_them_no_more_than_needed(name, copies):
+  """A mask of empty slots would copy all keys; KeyDiff's mean needs one."""
+  _, kv_heads, dim = HEADS
+  compression = layer_compression.Compression(plan_of(name))
+  taken = compression.temporary_bytes(Geometry.uniform(1, *HEADS, 8192), 8192)
+  keys = kv_heads * 8192 * dim * 4
+  assert taken <= (copies + 0.1) * keys
+
+
 @pytest.mark.slow
 def test_methods_take_turns_at_each_length():
   operations = {
