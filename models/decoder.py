@@ -18,6 +18,7 @@ from kvjax.models.experts import SparseMlp
 from kvjax.models.one_row import Projection, multiplied
 from kvjax.models.rope import Rope, Tables
 from kvjax.models.structure import GATES, LayerKind, NormStyle
+from kvjax.models.token_chunks import map_tokens, update_tokens
 
 
 class Norm(nnx.Module):
@@ -74,6 +75,12 @@ def get_base(projection: nnx.Linear | nnx.LoRA) -> nnx.Linear:
   return projection.base_module
 
 
+def join_heads(x: Float[Array, "B N S D"]) -> Float[Array, "B S Q"]:
+  """Concatenates the heads of every token."""
+  batch, heads, length, dim = x.shape
+  return jnp.swapaxes(x, 1, 2).reshape(batch, length, heads * dim)
+
+
 class Attention(nnx.Module):
   """The projections of attention; the caller computes the attention itself."""
 
@@ -115,18 +122,10 @@ class Attention(nnx.Module):
       tables: cosines and sines of the layer's rotary embedding; None if it has
         none.
     """
-    queries, keys = self._normalized(self.q_proj(x), self.k_proj(x))
-    rotated = [queries, keys]
-    if self.rope is not None:
-      assert tables is not None
-      rotated = [self.rope.rotate(y, tables) for y in rotated]
+    projected = map_tokens(self._project, x, tables)
     return Activations(
-      queries=rotated[0],
-      keys=rotated[1],
-      values=self._heads(self.v_proj(x)),
+      **projected,
       positions=positions,
-      keys_unrotated=keys,
-      queries_unrotated=queries,
       inputs=x,
       output_projection=get_kernel(self.o_proj).reshape(
         self.config.num_heads, self.config.head_dim, self.config.hidden_size
@@ -136,11 +135,22 @@ class Attention(nnx.Module):
       else None,
     )
 
-  def output(self, x: Float[Array, "B N S D"]) -> Float[Array, "B S E"]:
-    """Concatenates the heads and applies the output projection."""
-    batch, heads, length, dim = x.shape
-    joined = jnp.swapaxes(x, 1, 2).reshape(batch, length, heads * dim)
-    return self.o_proj(joined)
+  def _project(
+    self, x: Float[Array, "B S E"], tables: Tables | None
+  ) -> dict[str, Float[Array, "B H S D"]]:
+    """Computes the projections, with and without rotation."""
+    queries, keys = self._normalized(self.q_proj(x), self.k_proj(x))
+    rotated = [queries, keys]
+    if self.rope is not None:
+      assert tables is not None
+      rotated = [self.rope.rotate(y, tables) for y in rotated]
+    return {
+      "queries": rotated[0],
+      "keys": rotated[1],
+      "values": self._heads(self.v_proj(x)),
+      "queries_unrotated": queries,
+      "keys_unrotated": keys,
+    }
 
   def _normalized(
     self, queries: Float[Array, "B S Q"], keys: Float[Array, "B S W"]
@@ -217,17 +227,37 @@ class Layer(nnx.Module):
       tables: cosines and sines, by the names in `LayerKind.rope`.
       attend: the attention.
     """
-    norms, scale = self.config.style.norms, self.config.residual_scale
+    norms = self.config.style.norms
     inputs = gather_residual(self._norm(norms.before_attention, x))
     own = None if self.kind.rope is None else tables[self.kind.rope]
     block = self.self_attn.activations(inputs, positions, own)
     attended, state = attend(block)
-    branch = self._norm(norms.after_attention, self.self_attn.output(attended))
+    rest = x, inputs, join_heads(attended)
+    if self.kind.sparse:
+      # Experts have blocks of their own, which few tokens would not fill.
+      return self._after_attention(*rest), state
+    return update_tokens(self._after_attention, *rest), state
+
+  def _after_attention(
+    self,
+    x: Float[Array, "B S E"],
+    inputs: Float[Array, "B S E"],
+    attended: Float[Array, "B S Q"],
+  ) -> Float[Array, "B S E"]:
+    """Computes what follows the attention, which is of every token alone.
+
+    Args:
+      x: the residual.
+      inputs: the input of the attention.
+      attended: output of the attention, all heads.
+    """
+    norms, scale = self.config.style.norms, self.config.residual_scale
+    branch = self._norm(norms.after_attention, self.self_attn.o_proj(attended))
     x = x + _scaled(branch, scale)
     if not self.config.style.parallel:
       inputs = gather_residual(self._norm(norms.before_mlp, x))
     branch = self._norm(norms.after_mlp, self.mlp(inputs))
-    return x + _scaled(branch, scale), state
+    return x + _scaled(branch, scale)
 
   def _norm(
     self, name: str | None, x: Float[Array, "B S E"]

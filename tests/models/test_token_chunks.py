@@ -1,0 +1,107 @@
+"""Long prompts go through a layer in chunks of tokens, with equal results."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from numpy.testing import assert_allclose
+
+import kvjax
+from kvjax.cache.sharding import parse_mesh
+from kvjax.engine.forward import prompt_hidden
+from kvjax.experiments.timing.random_models import random_llama
+from kvjax.models import token_chunks
+from kvjax.models.token_chunks import map_tokens, update_tokens
+
+SIZES = dict(
+  hidden_size=16,
+  intermediate_size=1024,
+  num_hidden_layers=2,
+  num_attention_heads=2,
+  num_key_value_heads=1,
+  head_dim=8,
+  vocab_size=32,
+  max_position_embeddings=16_384,
+)
+
+
+def doubled(x, y):
+  """Two results, with tokens along other axes."""
+  return {"sum": x + y[:, :, 0], "heads": jnp.swapaxes(y, 1, 2)}
+
+
+@pytest.mark.parametrize(
+  ("rows", "length", "most", "steps"),
+  [
+    (1, 12, 4, 3),
+    (3, 12, 4, 9),
+    (3, 4, 4, 3),  # a chunk is a whole row
+    (2, 14, 6, 0),  # nothing from 3 to 6 divides 14
+    (2, 15, 7, 6),
+    (1, 4, 4, 0),
+    (2, 3, 12, 0),
+  ],
+)
+def test_chunks_are_of_equal_sizes(rows, length, most, steps, monkeypatch):
+  monkeypatch.setattr(token_chunks, "MOST", {"cpu": most})
+  x = jax.random.normal(jax.random.key(0), (rows, length, 5))
+  y = jax.random.normal(jax.random.key(1), (rows, length, 2, 5))
+  wanted = doubled(x, y)
+  jax.tree.map(assert_allclose, map_tokens(doubled, x, y), wanted)
+  updated = update_tokens(lambda x, y: doubled(x, y)["sum"], x, y)
+  assert_allclose(updated, wanted["sum"])
+  text = str(jax.make_jaxpr(lambda x, y: map_tokens(doubled, x, y))(x, y))
+  assert (f"length={steps}" in text) == (steps > 0)
+  assert ("scan" in text) == (steps > 0)
+
+
+def test_a_token_of_its_chunk_alone_is_computed():
+  """A function of neighbors would give something else."""
+  x = jnp.arange(4096, dtype=jnp.float32).reshape(1, 4096, 1)
+  shifted = map_tokens(lambda x: jnp.roll(x, 1, axis=1), x)
+  places = np.flatnonzero(np.asarray(shifted != jnp.roll(x, 1, axis=1)))
+  assert_allclose(places, [0, 1024, 2048, 3072])
+
+
+def test_devices_of_a_mesh_compute_all_tokens_at_once(monkeypatch):
+  monkeypatch.setattr(token_chunks, "MOST", {"cpu": 4})
+  x = jnp.zeros((2, 12, 3))
+  for mesh, chunked in (("data:1", True), ("data:2", False)):
+    with jax.set_mesh(parse_mesh(mesh)):
+      text = str(jax.make_jaxpr(lambda x: map_tokens(jnp.exp, x))(x))
+    assert ("scan" in text) == chunked
+
+
+@pytest.mark.parametrize("length", [24, 25])
+def test_gradients_are_those_of_all_tokens_at_once(length, monkeypatch):
+  _, model, params = random_llama(**SIZES)
+  tokens = jax.random.randint(jax.random.key(2), (2, length), 0, 32)
+  lengths = jnp.asarray([length, length - 3], jnp.int32)
+
+  def loss(params):
+    hidden = prompt_hidden(model, params, tokens, lengths)
+    return jnp.mean(jnp.sin(hidden[:, : length - 3]))
+
+  wanted = jax.jit(jax.grad(loss))(params)
+  monkeypatch.setattr(token_chunks, "MOST", {"cpu": 8})
+  jax.clear_caches()
+  found = jax.jit(jax.grad(loss))(params)
+  assert max(float(jnp.abs(x).max()) for x in jax.tree.leaves(wanted)) > 1e-3
+  jax.tree.map(lambda x, y: assert_allclose(x, y, atol=1e-6), found, wanted)
+
+
+def test_a_long_prompt_takes_no_more_between_than_a_chunk():
+  """Neither the MLP's inner states nor copies of the residual."""
+  _, model, params = random_llama(**SIZES)
+  length = 8192
+
+  def prefill(params, tokens, lengths):
+    return prompt_hidden(model, params, tokens, lengths)
+
+  lowered = jax.jit(prefill).lower(
+    params, jnp.zeros((1, length), jnp.int32), jnp.full(1, length)
+  )
+  temporary = lowered.compile().memory_analysis().temp_size_in_bytes
+  inner = 1024 * 4  # bytes of a token in the MLP
+  chunk = 2 * 1024 * inner
+  assert chunk < temporary < chunk + length * 16 * 4 * 12 < length * inner
