@@ -126,7 +126,7 @@ class Attention(nnx.Module):
     return Activations(
       **projected,
       positions=positions,
-      inputs=x,
+      inputs=gather_residual(x),
       output_projection=get_kernel(self.o_proj).reshape(
         self.config.num_heads, self.config.head_dim, self.config.hidden_size
       ),
@@ -139,6 +139,7 @@ class Attention(nnx.Module):
     self, x: Float[Array, "B S E"], tables: Tables | None
   ) -> dict[str, Float[Array, "B H S D"]]:
     """Computes the projections, with and without rotation."""
+    x = gather_residual(x)
     queries, keys = self._normalized(self.q_proj(x), self.k_proj(x))
     rotated = [queries, keys]
     if self.rope is not None:
@@ -228,7 +229,7 @@ class Layer(nnx.Module):
       attend: the attention.
     """
     norms = self.config.style.norms
-    inputs = gather_residual(self._norm(norms.before_attention, x))
+    inputs = self._norm(norms.before_attention, x)
     own = None if self.kind.rope is None else tables[self.kind.rope]
     block = self.self_attn.activations(inputs, positions, own)
     attended, state = attend(block)
@@ -255,8 +256,8 @@ class Layer(nnx.Module):
     branch = self._norm(norms.after_attention, self.self_attn.o_proj(attended))
     x = x + _scaled(branch, scale)
     if not self.config.style.parallel:
-      inputs = gather_residual(self._norm(norms.before_mlp, x))
-    branch = self._norm(norms.after_mlp, self.mlp(inputs))
+      inputs = self._norm(norms.before_mlp, x)
+    branch = self._norm(norms.after_mlp, self.mlp(gather_residual(inputs)))
     return x + _scaled(branch, scale)
 
   def _norm(

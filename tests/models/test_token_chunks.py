@@ -1,5 +1,7 @@
 """Long prompts go through a layer in chunks of tokens, with equal results."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,8 +9,9 @@ import pytest
 from numpy.testing import assert_allclose
 
 import kvjax
-from kvjax.cache.sharding import parse_mesh
+from kvjax.cache.sharding import parse_mesh, split_mesh
 from kvjax.engine.forward import prompt_hidden
+from kvjax.engine.prompt_programs import forward_layers
 from kvjax.experiments.timing.random_models import random_llama
 from kvjax.models import token_chunks
 from kvjax.models.token_chunks import map_tokens, update_tokens
@@ -63,13 +66,50 @@ def test_a_token_of_its_chunk_alone_is_computed():
   assert_allclose(places, [0, 1024, 2048, 3072])
 
 
-def test_devices_of_a_mesh_compute_all_tokens_at_once(monkeypatch):
-  monkeypatch.setattr(token_chunks, "MOST", {"cpu": 4})
-  x = jnp.zeros((2, 12, 3))
-  for mesh, chunked in (("data:1", True), ("data:2", False)):
-    with jax.set_mesh(parse_mesh(mesh)):
-      text = str(jax.make_jaxpr(lambda x: map_tokens(jnp.exp, x))(x))
-    assert ("scan" in text) == chunked
+# Meshes, rows of 32 tokens, and the chunks in which a layer computes them if
+# at most 8 tokens of a device are one.
+MESHES = {
+  "data:1": (3, 12),
+  "data:2": (4, 8),
+  "model:4": (1, 4),
+  "data:2,model:2": (2, 4),
+  "model:3": (2, 8),  # devices have all tokens of the residual
+  "context:2,model:2": (2, 0),
+}
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_layers_on_a_mesh_are_those_of_all_tokens_at_once(mesh, monkeypatch):
+  rows, chunks = MESHES[mesh]
+  _, model, params = random_llama(**SIZES)
+  rng = np.random.default_rng(0)
+  prompts = kvjax.Prompts.of(
+    [rng.integers(0, 32, 32 - 2 * row).tolist() for row in range(rows)]
+  )
+  read = frozenset({"queries", "queries_unrotated", "keys_unrotated", "inputs"})
+
+  def layers(params):
+    """Hidden states and activations of both layers."""
+    pairs = forward_layers(model, params, prompts, read)
+    # The next layer donates the states.
+    return [(jnp.copy(states), seen) for states, seen in pairs]
+
+  wanted = layers(params)
+  monkeypatch.setattr(token_chunks, "MOST", {"cpu": 8})
+  jax.clear_caches()
+  with jax.set_mesh(split_mesh(parse_mesh(mesh), 1)):
+    text = str(jax.make_jaxpr(layers)(params))
+    found = layers(params)
+  # Layers share a program, with a loop before the attention and one after it.
+  steps = [int(steps) for steps in re.findall(r" length=(\d+)\n", text)]
+  assert [each for each in steps if each > 2] == [chunks] * 2 * (chunks > 0)
+  for (states, activations), (others, expected) in zip(
+    found, wanted, strict=True
+  ):
+    assert_allclose(states, others, atol=1e-5)
+    for name in (*read, "keys", "values"):
+      given = getattr(activations, name)
+      assert_allclose(given, getattr(expected, name), atol=1e-5, err_msg=name)
 
 
 @pytest.mark.parametrize("length", [24, 25])
