@@ -101,13 +101,13 @@ class _Chunks(NamedTuple):
     at_once = rows if mesh.size > 1 else 1
     devices = axis_size(residual_axes((rows, length)), mesh.shape)
     own = -(-at_once // mesh.shape.get(DATA, 1)) * devices
-    most = MOST[target_platform()] // own
+    most = max(MOST[target_platform()] // own, 1)
     each = length // devices
-    if rows // at_once * each <= most:
+    if rows // at_once * each < 2 * most:
       return None
     sizes = range(min(most, each), most // 2 - 1, -1)
     size = next((size for size in sizes if each % size == 0), None)
-    if not size:
+    if size is None:
       return None
     per_device = each // size
     return cls(at_once, devices, per_device, size, rows // at_once * per_device)
