@@ -16,7 +16,7 @@ from kvjax.kernels.dispatch import target_platform
 from kvjax.kernels.mesh_axes import DATA, axis_size
 
 # By platform, the most tokens of a chunk: as many as keep a device busy.
-MOST = {"cpu": 1024, "gpu": 8192, "tpu": 4096}
+MOST = {"cpu": 1024, "gpu": 8192, "tpu": 8192}
 
 
 def map_tokens(
@@ -73,8 +73,8 @@ def update_tokens(
 class _Chunks(NamedTuple):
   """Chunks of tokens, as parts of axes that are split into three.
 
-  Devices that share out the tokens of the residual have consecutive ones, and
-  a chunk has a part of those of every device.
+  Devices that share out the tokens of a prompt, or those of its residual, have
+  consecutive ones. A chunk has a part of those of every device.
 
   Attributes:
     rows: rows that have a chunk at a time; their number divides that of all.
@@ -95,15 +95,17 @@ class _Chunks(NamedTuple):
     """Returns the chunks of arrays [B, S, ...]; None if they are one chunk."""
     rows, length = jax.tree.leaves(inputs)[0].shape[:2]
     mesh = jax.sharding.get_abstract_mesh()
-    if context_size() > 1:
-      return None
     # On a mesh, all rows take part, since devices share them out.
     at_once = rows if mesh.size > 1 else 1
-    devices = axis_size(residual_axes((rows, length)), mesh.shape)
-    own = -(-at_once // mesh.shape.get(DATA, 1)) * devices
-    most = max(MOST[target_platform()] // own, 1)
-    each = length // devices
-    if rows // at_once * each < 2 * most:
+    together = -(-at_once // mesh.shape.get(DATA, 1))
+    devices = context_size()
+    if devices == 1:
+      # A chunk of the residual is gathered on all of them.
+      devices = axis_size(residual_axes((rows, length)), mesh.shape)
+      together *= devices
+    most = max(MOST[target_platform()] // together, 1)
+    each, rest = divmod(length, devices)
+    if rest or rows // at_once * each < 2 * most:
       return None
     sizes = range(min(most, each), most // 2 - 1, -1)
     size = next((size for size in sizes if each % size == 0), None)

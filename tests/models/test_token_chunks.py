@@ -74,7 +74,7 @@ MESHES = {
   "model:4": (1, 4),
   "data:2,model:2": (2, 4),
   "model:3": (2, 8),  # devices have all tokens of the residual
-  "context:2,model:2": (2, 0),
+  "context:2,model:2": (2, 4),
 }
 
 
