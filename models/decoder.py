@@ -234,8 +234,8 @@ class Layer(nnx.Module):
     block = self.self_attn.activations(inputs, positions, own)
     attended, state = attend(block)
     rest = x, inputs, join_heads(attended)
-    if self.kind.sparse:
-      # Experts have blocks of their own, which few tokens would not fill.
+    if self.kind.sparse and target_platform() != "tpu":
+      # More tokens fill more of the blocks of rows that share an expert.
       return self._after_attention(*rest), state
     return update_tokens(self._after_attention, *rest), state
 

@@ -71,10 +71,10 @@ def update_tokens(
 
 
 class _Chunks(NamedTuple):
-  """Chunks of tokens, as parts of axes that are split into three.
+  """How rows of tokens are divided into chunks.
 
-  Devices that share out the tokens of a prompt, or those of its residual, have
-  consecutive ones. A chunk has a part of those of every device.
+  Where devices share out the tokens of a row, each has consecutive ones, and a
+  chunk has a part of those of every device.
 
   Attributes:
     rows: rows that have a chunk at a time; their number divides that of all.

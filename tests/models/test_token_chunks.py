@@ -1,5 +1,6 @@
 """Long prompts go through a layer in chunks of tokens, with equal results."""
 
+import pathlib
 import re
 
 import jax
@@ -9,13 +10,16 @@ import pytest
 from numpy.testing import assert_allclose
 
 import kvjax
+from kvjax import kernels
 from kvjax.cache.sharding import parse_mesh, split_mesh
 from kvjax.engine.forward import prompt_hidden
 from kvjax.engine.prompt_programs import forward_layers
 from kvjax.experiments.timing.random_models import random_llama
 from kvjax.models import token_chunks
+from kvjax.models.pretrained import load_decoder
 from kvjax.models.token_chunks import map_tokens, update_tokens
 
+GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "transformers"
 SIZES = dict(
   hidden_size=16,
   intermediate_size=1024,
@@ -56,6 +60,19 @@ def test_chunks_are_of_equal_sizes(rows, length, most, steps, monkeypatch):
   text = str(jax.make_jaxpr(lambda x, y: map_tokens(doubled, x, y))(x, y))
   assert (f"length={steps}" in text) == (steps > 0)
   assert ("scan" in text) == (steps > 0)
+
+
+@pytest.mark.parametrize(("length", "steps"), [(1, 0), (6, 6)])
+def test_rows_of_a_mesh_may_be_more_than_the_tokens_of_a_chunk(
+  length, steps, monkeypatch
+):
+  monkeypatch.setattr(token_chunks, "MOST", {"cpu": 4})
+  x = jax.random.normal(jax.random.key(0), (5, length, 3))
+  with jax.set_mesh(split_mesh(parse_mesh("model:2"), 1)):
+    text = str(jax.make_jaxpr(lambda x: map_tokens(jnp.sin, x))(x))
+    found = jax.jit(lambda x: map_tokens(jnp.sin, x))(x)
+  assert_allclose(found, jnp.sin(x), rtol=1e-6)
+  assert (f"length={steps}" in text) == (steps > 0)
 
 
 def test_a_token_of_its_chunk_alone_is_computed():
@@ -110,6 +127,34 @@ def test_layers_on_a_mesh_are_those_of_all_tokens_at_once(mesh, monkeypatch):
     for name in (*read, "keys", "values"):
       given = getattr(activations, name)
       assert_allclose(given, getattr(expected, name), atol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("mesh", ["data:1", "model:2"])
+def test_experts_get_chunks_on_tpus_alone(mesh, monkeypatch):
+  """Elsewhere, fewer tokens would fill less of their blocks."""
+  model, params = load_decoder(GOLDEN / "qwen3_moe", "float32")
+  tokens = jax.random.randint(jax.random.key(3), (1, 32), 1, 60)
+  lengths = jnp.full(1, 32)
+
+  def run(params):
+    return prompt_hidden(model, params, tokens, lengths)
+
+  def loops(platform):
+    """Chunks of a program for a platform, and what it computes."""
+    with (
+      kernels.use("xla", platform),
+      jax.set_mesh(split_mesh(parse_mesh(mesh), 2)),
+    ):
+      text = str(jax.make_jaxpr(run)(params))
+      found = jax.jit(run)(params)
+    return re.findall(r" length=(4)\n", text), found
+
+  monkeypatch.setattr(token_chunks, "MOST", {"cpu": 8, "tpu": 8})
+  on_cpu, wanted = loops("cpu")
+  jax.clear_caches()
+  on_tpu, found = loops("tpu")
+  assert len(on_tpu) > len(on_cpu) > 0
+  assert_allclose(found, wanted, atol=1e-5)
 
 
 @pytest.mark.parametrize("length", [24, 25])
