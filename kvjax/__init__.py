@@ -32,7 +32,7 @@ from kvjax.calibration.measured import likelihood_ratio as likelihood_ratio
 from kvjax.calibration.measured import nll_ratio as nll_ratio
 from kvjax.calibration.record import Calibrated as Calibrated
 from kvjax.calibration.record import Calibration as Calibration
-from kvjax.checkpoint.saving import load_cache as load_cache
+from kvjax.checkpoint.loading import load_cache as load_cache
 from kvjax.checkpoint.saving import save_cache as save_cache
 from kvjax.engine.capacity import decoding_nbytes as decoding_nbytes
 from kvjax.engine.compression_plan import Plan as Plan

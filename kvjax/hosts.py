@@ -6,7 +6,7 @@ the arrays. What a host decides by must be whole on all of them.
 
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -116,6 +116,42 @@ def from_first(act: Callable[[], str]) -> str:
   if not name:
     raise OSError("the first host cannot write there")
   return os.fsdecode(name)
+
+
+def on_all[T](act: Callable[[], T]) -> T:
+  """Calls a function on all hosts of the mesh in context, which then agree.
+
+  No host goes on to a program of all of them unless the function has succeeded
+  everywhere. Without such a mesh, a host is on its own.
+
+  Args:
+    act: what each host does by itself, such as reading a file.
+
+  Raises:
+    InputError: the function has failed on another host. Where it has failed,
+      its error is raised.
+
+  Examples:
+    >>> from kvjax.hosts import on_all
+    >>> on_all(lambda: 5)
+    5
+  """
+  if not spanned():
+    return act()
+  result, failure = None, None
+  try:
+    result = act()
+  except Exception as error:
+    failure = error
+  failed = np.asarray(failure is not None)
+  hosts = np.flatnonzero(multihost_utils.process_allgather(failed))
+  if failure is not None:
+    raise failure
+  if hosts.size:
+    raise InputError(
+      f"Host {hosts[0]} could not do its part; see its message for the reason."
+    )
+  return cast(T, result)
 
 
 def _whole(leaf: Any) -> Any:

@@ -13,7 +13,8 @@ from jaxtyping import PyTree
 
 from kvjax.activations import Activations
 from kvjax.cache.cache import Cache
-from kvjax.checkpoint.saving import load_cache, save_cache
+from kvjax.checkpoint.loading import load_cache
+from kvjax.checkpoint.saving import save_cache
 from kvjax.engine.decode import Decoding
 from kvjax.engine.generate import generate
 from kvjax.engine.rerotation import LayerRotation

@@ -13,7 +13,8 @@ from kvjax.activations import Activations
 from kvjax.cache.layers import Slots
 from kvjax.cache.sharding import parse_mesh
 from kvjax.calibration.record import Calibration
-from kvjax.checkpoint.saving import load_cache, save_cache
+from kvjax.checkpoint.loading import load_cache
+from kvjax.checkpoint.saving import save_cache
 from kvjax.engine.compression_plan import Plan
 from kvjax.engine.feed import feed
 from kvjax.errors import InputError

@@ -28,6 +28,7 @@ from kvjax.cache.cache import Cache
 from kvjax.cache.packed import PackedLayer
 from kvjax.cache.sharding import parse_mesh
 from kvjax.checkpoint import saving
+from kvjax.checkpoint.description import LAYOUT
 from kvjax.errors import InputError
 from kvjax.testing import TinyModel, kept_positions, poison_cache
 
@@ -105,7 +106,7 @@ def test_a_cache_goes_on_evicting_as_it_would_have(method, budget, tmp_path):
 def test_the_directory_says_what_it_holds(cache, tmp_path):
   save(cache, tmp_path, made_by="pyramidkv, 15 tokens")
   said = json.loads((tmp_path / "cache.json").read_text())
-  assert said["layout"] == saving.LAYOUT
+  assert said["layout"] == LAYOUT
   assert said["made_by"] == "pyramidkv, 15 tokens"
   geometry = json.loads(json.dumps(dataclasses.asdict(GEOMETRY)))
   for layer in geometry["layers"]:

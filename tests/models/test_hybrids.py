@@ -13,7 +13,8 @@ import safetensors.numpy
 
 import kvjax
 from kvjax.cache.sharding import parse_mesh
-from kvjax.checkpoint.saving import load_cache, save_cache
+from kvjax.checkpoint.loading import load_cache
+from kvjax.checkpoint.saving import save_cache
 from kvjax.engine.forward import (
   attend_to_prompt,
   block_positions,

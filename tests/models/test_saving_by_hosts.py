@@ -75,6 +75,9 @@ def save_on_host(folder):
     with at_last(saving, "_describe", wait):
       kvjax.save_cache(cache, place / "cache", **tiny)
     equal(kvjax.load_cache(place / "cache", **tiny), cache)
+    # Only one host has the folder.
+    path = place / ("cache" if jax.process_index() else "nowhere")
+    refused["not there"] = refusal(kvjax.load_cache, path, **tiny)
     for format in FORMATS:
       refused[format] = refusal(save, lm, place / "file", format=format)
       with at_last(model_saving, "_describe", fail):
@@ -152,6 +155,12 @@ def test_a_cache_of_a_host_of_its_own_is_refused(saved):
   for each in refused:
     assert each["own"].startswith("Of a program on several hosts, only caches")
   assert not (folder / "other").exists()
+
+
+def test_no_host_waits_for_one_that_cannot_read(saved):
+  folder, (first, second) = saved
+  assert first["not there"].startswith(f"There is no {folder}/nowhere; give")
+  assert second["not there"].startswith("Host 0 could not do its part; see")
 
 
 def test_nothing_else_is_left(saved):

@@ -4,7 +4,8 @@ import jax
 import numpy as np
 
 import kvjax
-from kvjax.checkpoint.saving import load_cache, save_cache
+from kvjax.checkpoint.loading import load_cache
+from kvjax.checkpoint.saving import save_cache
 from kvjax.testing import TinyModel
 
 GEOMETRY = kvjax.Geometry.uniform(
