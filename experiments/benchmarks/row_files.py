@@ -2,11 +2,13 @@
 
 Each may be in a zip, and the first three may be compressed by gzip instead.
 Rows are streamed, and only the requested ones are read. Parquet and Arrow are
-read by `datasets`, Arrow as in its cache and the output of `save_to_disk`.
+read by `datasets`, Arrow as streams, as in its cache and the output of
+`save_to_disk`, and as files.
 `datasets` would change the types in JSON and CSV, and has no limit on a line's
 length.
 """
 
+import codecs
 import contextlib
 import csv
 import dataclasses
@@ -36,6 +38,8 @@ SUFFIXES = (*_TEXT, *(each + _GZIP for each in _TEXT), ".parquet", ".arrow")
 _LONGEST_LINE = 2**28
 _MOST_BYTES = 2**31
 _BEGINNING = 2**16
+# Rows of Parquet that are read at once.
+_BATCH = 64
 
 # Metadata files of `datasets` and the hub.
 _ABOUT = (
@@ -183,7 +187,9 @@ class RowFile:
     """Yields rows of a JSON array, or else of JSON lines."""
     with self._opened() as file:
       document = file.read(_BEGINNING)
-      is_array = document.lstrip().startswith(b"[")
+      # Some programs begin files with a mark of the byte order.
+      unmarked = document.removeprefix(codecs.BOM_UTF8)
+      is_array = unmarked.lstrip().startswith(b"[")
       document += file.read(_MOST_BYTES) if is_array else b""
     if not is_array:
       yield from self._lines()
@@ -262,11 +268,11 @@ class RowFile:
       raise self._unlike(error) from error
 
   def _dataset(self) -> Any:
-    table = _datasets().IterableDataset
     if self.kind == ".parquet":
-      return table.from_parquet(self._source)
-    if not self.member:
-      return table.from_file(str(self.path))
+      # By default, a batch is as long as the first group, which may be empty.
+      return _datasets().IterableDataset.from_parquet(
+        self._source, batch_size=_BATCH
+      )
     return _datasets().load_dataset(
       "arrow", data_files=self._source, split="train", streaming=True
     )

@@ -11,6 +11,8 @@ import zipfile
 
 import datasets
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from kvjax.errors import InputError
@@ -33,6 +35,11 @@ def as_json(folder):
   return RowFile(folder / "rows.json")
 
 
+def as_marked_json(folder):
+  (folder / "rows.json").write_text(json.dumps(ROWS), "utf-8-sig")
+  return RowFile(folder / "rows.json")
+
+
 def as_json_lines(folder):
   return RowFile(as_lines(folder).path.rename(folder / "rows.json"))
 
@@ -45,6 +52,14 @@ def as_parquet(folder):
 def as_arrow(folder):
   datasets.Dataset.from_list(ROWS).save_to_disk(str(folder))
   return RowFile(folder / "data-00000-of-00001.arrow")
+
+
+def as_arrow_file(folder):
+  """Arrow as pandas and Polars write it, not as a stream."""
+  table = pa.Table.from_pylist(ROWS)
+  with pa.ipc.new_file(folder / "rows.arrow", table.schema) as sink:
+    sink.write_table(table)
+  return RowFile(folder / "rows.arrow")
 
 
 def as_zip(folder):
@@ -86,9 +101,11 @@ def zipped(folder, path):
 LAYOUTS = [
   as_lines,
   as_json,
+  as_marked_json,
   as_json_lines,
   as_parquet,
   as_arrow,
+  as_arrow_file,
   as_zip,
   as_zipped_json,
   as_zipped_parquet,
@@ -111,6 +128,18 @@ def test_all_kinds_hold_the_same_rows(layout, folder, tmp_path):
   assert [row.place for row in rows] == [
     f"{word} {number} of {file}" for number in range(1, 6)
   ]
+
+
+def test_groups_of_a_table_may_be_empty(tmp_path):
+  table = pa.Table.from_pylist(ROWS)
+  for name, groups in {"none": [0], "late": [0, 3, 0, 2]}.items():
+    path, first = tmp_path / f"{name}.parquet", 0
+    with pq.ParquetWriter(path, table.schema) as sink:
+      for count in groups:
+        sink.write_table(table.slice(first, count))
+        first += count
+    found = [dict(row.fields) for row in RowFile(path).rows()]
+    assert found == ROWS[:first]
 
 
 def test_what_a_set_says_of_itself_is_no_row(tmp_path):
@@ -284,7 +313,7 @@ def test_the_library_is_imported_for_rows_alone_and_copies_none(tmp_path):
   home = tmp_path / "home"
   home.mkdir()
   names = []
-  for layout in (as_lines, as_parquet, as_zip):
+  for layout in (as_lines, as_parquet, as_arrow, as_zip):
     folder = tmp_path / layout.__name__
     folder.mkdir()
     file = layout(folder)
