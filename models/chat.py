@@ -159,12 +159,11 @@ class Chat:
 
   def _pieces(self, answer: _Answer) -> Iterator[str]:
     """Decodes tokens as they come, or have come while others were asked for."""
-    shown, read = 0, 0
+    read = 0
     stream = TextStream(self._lm.text.decode)
     while len(answer.ids) > read or answer.more():
       text = stream.step(answer.ids[read])
       read += 1
-      shown += len(text)
       if text:
         yield text
     if answer.error is not None:
@@ -172,8 +171,7 @@ class Chat:
     if answer is self._pending:
       self._finish()
     # A last character may have remained incomplete.
-    rest = self._lm.text.decode(answer.ids)[shown:]
-    if rest:
+    if rest := stream.rest():
       yield rest
 
   def _finish(self) -> None:

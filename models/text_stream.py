@@ -28,14 +28,18 @@ class TextStream:
   def step(self, token: int) -> str:
     """Returns the text that a token completes.
 
-    It is empty as long as bytes of a character are missing. What an answer
-    leaves incomplete is in the decoded whole only.
+    It is empty as long as bytes of a character are missing; `rest` has them.
     """
     self._ids.append(int(token))
+    text = self.rest()
+    if not text or text.endswith(_INCOMPLETE):
+      return ""
+    self._before, self._read = self._read, len(self._ids)
+    return text
+
+  def rest(self) -> str:
+    """Returns the text after what `step` has returned, complete or not."""
     known = self._decode(self._ids[self._before : self._read])
     text = self._decode(self._ids[self._before :])
     # A special token has no text, so the next one begins where it did.
-    if text.endswith(_INCOMPLETE) or len(text) <= len(known):
-      return ""
-    self._before, self._read = self._read, len(self._ids)
     return text[len(known) :]

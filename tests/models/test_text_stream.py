@@ -1,6 +1,7 @@
 """Text that comes token by token equals the decoded whole."""
 
 import random
+import re
 
 import pytest
 import tokenizers
@@ -45,6 +46,30 @@ def test_a_stream_is_the_text_in_pieces(seed):
   pieces = [stream.step(token) for token in ids]
   assert "".join(pieces) == tokenizer.decode(ids)
   assert not any("\ufffd" in piece for piece in pieces)
+
+
+def test_bytes_that_are_no_text_do_not_repeat_what_follows():
+  """A decoder of whole runs of bytes gives up characters that it had given."""
+  tokenizer, _ = _of_bytes_and_words()
+  stream = TextStream(tokenizer.decode)
+  ids = [3 + byte for byte in "🦊🦊".encode() + b"\xff"] + [260, 3 + 0xF0]
+  assert stream.rest() == ""
+  pieces = [*map(stream.step, ids), stream.rest()]
+  assert re.fullmatch("🦊🦊\ufffd+ Hello\ufffd", "".join(pieces))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_any_bytes_have_the_text_of_the_whole(seed):
+  """If the decoder gives up a character only where one is broken."""
+  alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+  backend = tokenizers.Tokenizer(
+    tokenizers.models.BPE({c: i for i, c in enumerate(alphabet)}, [])
+  )
+  backend.decoder = tokenizers.decoders.ByteLevel()
+  ids = random.Random(seed).choices(range(256), k=50)
+  stream = TextStream(backend.decode)
+  pieces = [*map(stream.step, ids), stream.rest()]
+  assert "".join(pieces) == backend.decode(ids)
 
 
 def test_a_stream_decodes_each_token_a_few_times():
