@@ -264,13 +264,21 @@ def check_model(model: Any) -> None:
   """Refuses anything but a model, for callers without a static type checker.
 
   Raises:
-    InputError: it is not a kvjax.Model.
+    InputError: it is not a kvjax.Model, or is not hashable.
   """
-  if not isinstance(model, Model):
+  # A class has the functions of its objects.
+  if isinstance(model, type) or not isinstance(model, Model):
     raise InputError(
       "The model is a kvjax.Model, such as lm.model, and lm.params are its "
       f"weights, where lm = kvjax.load(...), not a {type(model).__name__}."
     )
+  try:
+    hash(model)
+  except TypeError as error:
+    raise InputError(
+      "A kvjax.Model is hashable, as a dataclass with frozen=True is if its "
+      f"fields are; this {type(model).__name__} is not: {error}."
+    ) from error
 
 
 def check_context(

@@ -1,5 +1,6 @@
 """Anything but a model, and donated caches, are refused in one sentence."""
 
+import dataclasses
 import types
 
 import numpy as np
@@ -23,10 +24,11 @@ def prefilled(plan):
 
 @pytest.mark.usefixtures("untyped")
 @pytest.mark.parametrize(
-  "given", [types.SimpleNamespace(model=MODEL, params=PARAMS), PARAMS]
+  "given",
+  [types.SimpleNamespace(model=MODEL, params=PARAMS), PARAMS, TinyModel],
 )
 def test_anything_but_a_model_is_refused(given, tmp_path):
-  """What `kvjax.load` returns, or weights in the place of the model."""
+  """What `kvjax.load` returns, weights, or the class in the model's place."""
   cache, logits = kvjax.prefill(MODEL, PARAMS, PROMPTS, KEYDIFF)
   in_blocks = kvjax.get_plan(
     "keydiff", kvjax.Tokens(9), schedule=kvjax.Schedule(block=8)
@@ -48,6 +50,22 @@ def test_anything_but_a_model_is_refused(given, tmp_path):
   ):
     with pytest.raises(InputError, match=r"such as lm\.model, .*, not a "):
       use()
+
+
+@dataclasses.dataclass
+class Changeable:
+  """A dataclass without frozen=True, which Python does not hash."""
+
+  geometry: kvjax.Geometry = MODEL.geometry
+  embed = layer_weights = block = normalize = logits = print
+
+
+@pytest.mark.usefixtures("untyped")
+def test_a_model_that_is_not_hashable_is_refused():
+  for model in (Changeable(), TinyModel(width=np.zeros(1))):
+    name = type(model).__name__
+    with pytest.raises(InputError, match=f"is hashable, .* this {name} is not"):
+      kvjax.prefill(model, PARAMS, PROMPTS, KEYDIFF)
 
 
 def test_a_cache_that_a_turn_has_taken_over_is_refused(tmp_path):
