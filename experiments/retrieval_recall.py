@@ -232,7 +232,13 @@ def _measure(
 ) -> _Measured:
   """Measures every candidate and every layer's cosine."""
   prompts = [
-    (part.task, Prompt.of_sample(lm.text, sample))
+    (
+      part.task,
+      # Answers are as long as asked for, whatever the task says.
+      dataclasses.replace(
+        Prompt.of_sample(lm.text, sample), max_new_tokens=run.steps
+      ),
+    )
     for part, drawn in samples.items()
     for sample in drawn
   ]

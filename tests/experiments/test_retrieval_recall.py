@@ -215,6 +215,7 @@ def test_a_token_reads_a_fixed_number_of_keys_unless_a_share_is_asked_for(
       ["--methods=quest:dense_layers=0+1", "--length=320", "--samples=1"],
       "A method has an index in none of the layers",
     ),
+    (["--steps=9000", "--length=320", "--samples=1"], "answer (up to 9000) "),
   ],
 )
 def test_what_is_wrong_is_one_sentence(
