@@ -249,7 +249,7 @@ class Layer(nnx.Module):
 
     Args:
       x: the residual.
-      inputs: the input of the attention.
+      inputs: the input of the attention, and of a parallel MLP.
       attended: output of the attention, all heads.
     """
     norms, scale = self.config.style.norms, self.config.residual_scale
