@@ -16,6 +16,7 @@ from kvjax.experiments.compilation.published import Published
 from kvjax.experiments.planning.step_collectives import LAYERS, MODEL
 from kvjax.kernels.compiled.collectives import collectives
 from kvjax.kernels.compiled.hlo import Module
+from kvjax.models import token_chunks
 
 # Four KV heads for four devices; a prompt whose keys are its largest part.
 KV_HEADS, QUERY_HEADS, DIM, WIDTH = 4, 8, 16, 32
@@ -65,11 +66,13 @@ def prefilled(use, chip):
 def test_a_prefill_sends_scores_and_what_is_kept(four):
   """And sums of tensor parallelism, but no whole keys or values."""
   sums = prefilled(FULL, four)
-  residual = 4 * TOKENS * WIDTH
+  tokens = token_chunks.MOST["cpu"]
+  residual, chunks = 4 * tokens * WIDTH, TOKENS // tokens
+  assert chunks == 4
   # Each device keeps the sums of its tokens; a CPU makes those of all first.
   assert {key: n for key, n in sums.items() if key[1] > 4 * TOKENS} == {
-    ("all-reduce", residual): 2 * LAYERS,
-    ("all-gather", residual): 2 * LAYERS,
+    ("all-reduce", residual): 2 * LAYERS * chunks,
+    ("all-gather", residual): 2 * LAYERS * chunks,
   }
   packed = prefilled(PACKED, four)
   assert sums <= packed
