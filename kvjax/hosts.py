@@ -18,6 +18,8 @@ from kvjax.errors import InputError
 
 # Bytes of the longest name of a file.
 _NAME = 255
+# Bytes of an error that other hosts quote.
+_ERROR = 1000
 
 
 class TracedError(InputError):
@@ -128,8 +130,8 @@ def on_all[T](act: Callable[[], T]) -> T:
     act: what each host does by itself, such as reading a file.
 
   Raises:
-    InputError: the function has failed on another host. Where it has failed,
-      its error is raised.
+    InputError: the function has failed on another host, whose error it quotes.
+      That host raises the error itself.
 
   Examples:
     >>> from kvjax.hosts import on_all
@@ -138,19 +140,19 @@ def on_all[T](act: Callable[[], T]) -> T:
   """
   if not spanned():
     return act()
-  result, failure = None, None
+  result, failure, said = None, None, b""
   try:
     result = act()
-  except Exception as error:
-    failure = error
-  failed = np.asarray(failure is not None)
-  hosts = np.flatnonzero(multihost_utils.process_allgather(failed))
+  except BaseException as error:
+    failure, said = error, (str(error) or type(error).__name__).encode()
+  padded = np.frombuffer(said[:_ERROR].ljust(_ERROR, b"\0"), np.uint8)
+  received = np.asarray(multihost_utils.process_allgather(padded))
   if failure is not None:
     raise failure
-  if hosts.size:
-    raise InputError(
-      f"Host {hosts[0]} could not do its part; see its message for the reason."
-    )
+  # Programs print the errors of the first host alone, so it must tell others'.
+  for host, row in enumerate(received):
+    if quoted := row.tobytes().rstrip(b"\0").decode(errors="ignore"):
+      raise InputError(f"On host {host}: {quoted}")
   return cast(T, result)
 
 

@@ -245,7 +245,7 @@ class Layer(nnx.Module):
     inputs: Float[Array, "B S E"],
     attended: Float[Array, "B S Q"],
   ) -> Float[Array, "B S E"]:
-    """Computes what follows the attention, which is of every token alone.
+    """Computes what follows the attention, every token by itself.
 
     Args:
       x: the residual.

@@ -1,7 +1,6 @@
-"""Functions of single tokens, computed chunk by chunk of long prompts.
+"""Functions of single tokens, applied to long prompts a chunk at a time.
 
-What such a function needs in between is that of one chunk then, however long a
-prompt is.
+Their intermediate results are then those of a chunk, however long a prompt is.
 """
 
 from collections.abc import Callable

@@ -117,7 +117,7 @@ def _check_description(
 
 @contextlib.contextmanager
 def _damage_refused(directory: pathlib.Path) -> Iterator[None]:
-  """Refuses a cache whose description or arrays nothing has saved so."""
+  """Refuses a cache that is not as `save_cache` writes it."""
   try:
     yield
   except InputError:

@@ -145,7 +145,16 @@ def test_layers_written_out_give_the_same_and_all_that_methods_read(
   tokens = golden["right_mask"] == 1
   looped = logits_of(model, params, ids, positions)
   monkeypatch.setattr(token_chunks, "MOST", {"cpu": ids.shape[1] // 3})
-  logits, seen = unrolled(model, params, ids, positions)
+  with monkeypatch.context() as counting:
+    written, write = [], token_chunks._Chunks.write
+    counting.setattr(
+      token_chunks._Chunks,
+      "write",
+      lambda *given: written.append(given) or write(*given),
+    )
+    logits, seen = unrolled(model, params, ids, positions)
+  # A loop before the attention, and one after it if there are no experts.
+  assert len(written) >= model.geometry.num_layers
   np.testing.assert_allclose(logits[tokens], looped[tokens], atol=TOLERANCE)
   assert len(seen) == model.geometry.num_layers
   config = model.config

@@ -75,9 +75,11 @@ def save_on_host(folder):
     with at_last(saving, "_describe", wait):
       kvjax.save_cache(cache, place / "cache", **tiny)
     equal(kvjax.load_cache(place / "cache", **tiny), cache)
-    # Only one host has the folder.
-    path = place / ("cache" if jax.process_index() else "nowhere")
-    refused["not there"] = refusal(kvjax.load_cache, path, **tiny)
+    # Only the other host has the folder.
+    for host in range(2):
+      there = jax.process_index() != host
+      path = place / ("cache" if there else "nowhere")
+      refused[f"not on {host}"] = refusal(kvjax.load_cache, path, **tiny)
     for format in FORMATS:
       refused[format] = refusal(save, lm, place / "file", format=format)
       with at_last(model_saving, "_describe", fail):
@@ -157,10 +159,12 @@ def test_a_cache_of_a_host_of_its_own_is_refused(saved):
   assert not (folder / "other").exists()
 
 
-def test_no_host_waits_for_one_that_cannot_read(saved):
-  folder, (first, second) = saved
-  assert first["not there"].startswith(f"There is no {folder}/nowhere; give")
-  assert second["not there"].startswith("Host 0 could not do its part; see")
+@pytest.mark.parametrize("host", range(2))
+def test_no_host_waits_for_one_that_cannot_read(saved, host):
+  folder, refused = saved
+  own, other = (refused[each][f"not on {host}"] for each in (host, 1 - host))
+  assert own.startswith(f"There is no {folder}/nowhere; give a directory")
+  assert other == f"On host {host}: {own}"
 
 
 def test_nothing_else_is_left(saved):

@@ -75,8 +75,8 @@ def test_rows_of_a_mesh_may_be_more_than_the_tokens_of_a_chunk(
   assert (f"length={steps}" in text) == (steps > 0)
 
 
-def test_a_token_of_its_chunk_alone_is_computed():
-  """A function of neighbors would give something else."""
+def test_chunks_are_computed_apart():
+  """So that a function of neighbors gives something else at their ends."""
   x = jnp.arange(4096, dtype=jnp.float32).reshape(1, 4096, 1)
   shifted = map_tokens(lambda x: jnp.roll(x, 1, axis=1), x)
   places = np.flatnonzero(np.asarray(shifted != jnp.roll(x, 1, axis=1)))
