@@ -138,12 +138,11 @@ def _largest_on(
     if large is None:
       break
     rows = min(largest(small, large))
-    trial = compiled(rows) if rows > chip.rows and rows not in known else None
-    if trial is None:
+    trial = compiled(rows) if rows > chip.rows else None
+    if trial is None or trial.fits:
       break
-    # The line through it is closer; one that fits may leave room for more.
-    pair = (large if trial.fits else small, trial)
-    small, large = sorted(pair, key=lambda each: each.use.rows)
+    # The line through what did not fit is closer.
+    large = trial
   fitting = [each for each in known.values() if each is not None and each.fits]
   if not fitting:
     return None

@@ -3,9 +3,9 @@
 import dataclasses
 
 import pytest
-from plans_here import planned, silent
+from plans_here import planned
 
-from kvjax.experiments.planning import batches, searching, slices
+from kvjax.experiments.planning import batches
 from kvjax.experiments.planning.compiling import Needs
 
 
@@ -52,20 +52,3 @@ def test_the_largest_batch_is_of_the_program_that_decodes_it(case):
   )
   found = batches.largest(small, large, (rows, Needs(nbytes, 0, {})))
   assert found.decode == most
-
-
-def test_a_search_goes_on_from_a_batch_that_fits(monkeypatch):
-  """The first rows need the most, so that a line through them ends at 8."""
-
-  def compiled(use, chip=None, advance=silent):
-    del chip, advance
-    rows = use.rows
-    temporary = 500 * min(rows, 4) + 100 * max(rows - 4, 0)
-    return dataclasses.replace(planned(rows), prefill=Needs(temporary, 0, {}))
-
-  monkeypatch.setattr(searching, "_compiled", compiled)
-  asked, slice_ = compiled(planned(1).use), slices.find_slice("v5e-8")
-  found = searching._largest_on(asked.chip, asked, slice_, silent)
-  fitting = [n for n in range(1, 20) if compiled(planned(n).use).fits]
-  assert found.most.use.rows == max(fitting) == 10
-  assert found.batches.prefill == 10
