@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int
 from kvjax.activations import Activations
 from kvjax.cache.sharding import gather_residual
 from kvjax.kernels.dispatch import target_platform
+from kvjax.kernels.layouts import row_major
 from kvjax.model import Attend
 from kvjax.models.config import DecoderConfig
 from kvjax.models.experts import SparseMlp
@@ -167,6 +168,8 @@ class Attention(nnx.Module):
 
   def _heads(self, x: Float[Array, "B S W"]) -> Float[Array, "B H S D"]:
     batch, length, _ = x.shape
+    if length == 1:
+      x = row_major(x)
     split = x.reshape(batch, length, -1, self.config.head_dim)
     return jnp.swapaxes(split, 1, 2)
 

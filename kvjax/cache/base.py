@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.activations import Activations
 from kvjax.hosts import read
+from kvjax.kernels.layouts import row_major
 from kvjax.kernels.mesh_axes import AXES as AXES
 from kvjax.struct import replace, tree_bytes
 
@@ -211,7 +212,7 @@ class Layer(abc.ABC):
       if a is b:
         return x
       update = jax.lax.dynamic_update_index_in_dim
-      return update(x, b.astype(x.dtype), index, 0)
+      return update(x, row_major(b.astype(x.dtype)), index, 0)
 
     stack: Self = jax.tree.map(write, self, old, new)
     return stack

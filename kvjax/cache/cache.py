@@ -12,6 +12,7 @@ from kvjax.cache.base import Layer
 from kvjax.cache.sharding import shard_stack
 from kvjax.errors import InputError
 from kvjax.hosts import is_traced
+from kvjax.kernels.layouts import whole_tiles
 from kvjax.model import ranks
 from kvjax.placement import nbytes_by_memory
 from kvjax.struct import static, struct, tree_bytes
@@ -101,7 +102,7 @@ class Cache:
       if capacity is None
       or stack.capacity is None
       or capacity <= stack.capacity
-      else shard_stack(stack.grow(capacity - stack.capacity))
+      else shard_stack(stack.grow(whole_tiles(capacity) - stack.capacity))
       for stack, capacity in zip(self.stacks, capacities, strict=True)
     )
     return dataclasses.replace(self, stacks=stacks)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, PyTree
 
+from kvjax.kernels.layouts import row_major
 from kvjax.kernels.stacks import (
   Layer,
   after,
@@ -71,7 +72,7 @@ class LayerIndex:
         stack, layer, place, change.value, change.axis
       )
       return new if self.layer is not None else new[0]
-    change = change.astype(old.dtype)
+    change = row_major(change.astype(old.dtype))
     if self.layer is None:
       return change
     update = jax.lax.dynamic_update_index_in_dim

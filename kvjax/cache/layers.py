@@ -14,6 +14,7 @@ from kvjax.cache.base import AXES, Arrange, Index, Layer, LayerSizes, host_copy
 from kvjax.cache.observation import ObservationWindow
 from kvjax.kernels.attention import Partial, attention, partial_attention
 from kvjax.kernels.gather import compact
+from kvjax.kernels.layouts import row_major
 from kvjax.kernels.quantized import Quantized, quantize
 from kvjax.kernels.stacks import index_stack
 from kvjax.struct import replace, struct
@@ -184,7 +185,7 @@ class Slots(Layer):
       y = y.astype(x.dtype) if index is None else y.astype(x.dtype)[None]
       # Positions lack the axis D that keys and values have.
       where = (*start, *(zero,) * (y.ndim - len(start)))
-      return jax.lax.dynamic_update_slice(x, y, where)
+      return jax.lax.dynamic_update_slice(x, row_major(y), where)
 
     return jax.tree.map(write, old, new)
 

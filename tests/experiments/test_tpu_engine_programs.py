@@ -61,6 +61,26 @@ def test_layers_are_read_where_they_stand_in_their_stacks(use, layers, most):
 
 
 @pytest.mark.libtpu
+@pytest.mark.parametrize(
+  "use",
+  [engine_programs.COMPACTOR, engine_programs.HYBRIDS[0]],
+  ids=["llama", "gemma"],
+)
+def test_several_rows_decode_without_copies_in_another_layout(use):
+  """Of eight rows, XLA would copy weights, and all keys or rings: 0.6 GiB."""
+  chips.prepare_libtpu()
+  v5e = chips.Chip.load("v5e")
+  rows = dataclasses.replace(use, rows=8, tokens=use.tokens // 8)
+  lower = functools.partial(
+    engine_programs.lower_decode, rows, use.model.layers
+  )
+  outcome = compiled(program("decode", use.name, lower=lower), v5e)
+  assert outcome.fault is None
+  assert outcome.footprint.temporary < 8 * MIB
+  assert 0.9 < outcome.footprint.moved / outcome.ideal < 1.1
+
+
+@pytest.mark.libtpu
 @pytest.mark.parametrize("name", ["ctkvr.512", "quest"])
 def test_stored_keys_are_read_where_they_stand_in_their_stack(name):
   """One device has all KV heads, so that no axis of heads is left out."""
