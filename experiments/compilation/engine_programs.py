@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int, PyTree
 import kvjax
 from kvjax import kernels
 from kvjax.cache.cache import Cache
-from kvjax.cache.sharding import shard_stack
+from kvjax.cache.sharding import layer_spec
 from kvjax.cache.sparse import SparseLayer
 from kvjax.engine.compiler_options import decoding_options
 from kvjax.engine.decode import DecodedTokens, DecodingInputs, decode
@@ -290,19 +290,31 @@ def placed_shapes(cache: Cache) -> Cache:
   Args:
     cache: shapes of a cache; the mesh is in context.
   """
+  mesh = jax.sharding.get_mesh()
+  specs: list[PartitionSpec] = []
 
-  def sharded(cache: Cache) -> Cache:
-    stacks = tuple(map(shard_stack, cache.stacks))
-    return dataclasses.replace(cache, stacks=stacks)
+  def place(cache: Cache) -> Cache:
+    known: dict[int, PartitionSpec | None] = {}
 
-  def placed(
-    x: jax.ShapeDtypeStruct, place: NamedSharding
-  ) -> jax.ShapeDtypeStruct:
-    place = place.with_memory_kind(HOST if is_on_host(x) else DEVICE)
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
+    def record(tree: PyTree, axes: Sequence[str]) -> PyTree:
+      for leaf in jax.tree.leaves(tree):
+        known[id(leaf)] = layer_spec(leaf.shape, axes, leading=1)
+      return tree
 
-  places = jax.jit(sharded).lower(cache).compile().output_shardings
-  made: Cache = jax.tree.map(placed, cache, places)
+    stacks = tuple(stack.place(record) for stack in cache.stacks)
+    cache = dataclasses.replace(cache, stacks=stacks)
+    for leaf in jax.tree.leaves(cache):
+      specs.append(known.get(id(leaf)) or PartitionSpec())
+    return cache
+
+  def placed(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    memory = HOST if is_on_host(x) else DEVICE
+    sharding = NamedSharding(mesh, next(places), memory_kind=memory)
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+  shapes = jax.eval_shape(place, cache)
+  places = iter(specs)
+  made: Cache = jax.tree.map(placed, shapes)
   return made
 
 
