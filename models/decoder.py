@@ -168,7 +168,7 @@ class Attention(nnx.Module):
 
   def _heads(self, x: Float[Array, "B S W"]) -> Float[Array, "B H S D"]:
     batch, length, _ = x.shape
-    if length == 1:
+    if length == 1 < batch:
       x = row_major(x)
     split = x.reshape(batch, length, -1, self.config.head_dim)
     return jnp.swapaxes(split, 1, 2)
