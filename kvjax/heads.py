@@ -21,8 +21,8 @@ class Head:
     cached_values: values in the cache's dtype; arbitrary in empty slots.
     positions: position of each token in its row, -1 for empty.
     queries: rotated queries of the G query heads of this KV head: all of a
-      prompt that is read as a whole. Between blocks and while decoding there
-      are none, and S is 0.
+      prompt that is read as a whole. Between blocks and while decoding, and to
+      methods whose traits say that they do not read them, S is 0.
     query_positions: position of each query, -1 for padding.
   """
 

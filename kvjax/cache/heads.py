@@ -9,14 +9,16 @@ from kvjax.heads import Head, by_kv_head
 
 def heads_of(cache: LayerCache, activations: Activations) -> Head:
   """Returns all heads of a layer as one tree with leading axes B and K."""
-  batch, length = activations.positions.shape
+  batch, _, length, _ = activations.queries.shape
   kv_heads = cache.positions.shape[1]
+  # None where the queries have been dropped.
+  query_positions = activations.positions[:, None, :length]
   return Head(
     cached_keys=cache.keys,
     cached_values=cache.values,
     positions=cache.positions,
     queries=by_kv_head(activations.queries, kv_heads),
     query_positions=jnp.broadcast_to(
-      activations.positions[:, None], (batch, kv_heads, length)
+      query_positions, (batch, kv_heads, length)
     ),
   )

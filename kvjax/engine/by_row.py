@@ -140,7 +140,9 @@ def _join(steps: PyTree[Array]) -> PyTree[Array]:
   """Joins what steps return, [steps, rows of a step, ...], to [B, ...]."""
 
   def join(x: Array) -> Array:
-    return x.swapaxes(0, 1).reshape(-1, *x.shape[2:])
+    steps, rows, *rest = x.shape
+    # Not -1: there may be no queries.
+    return x.swapaxes(0, 1).reshape(steps * rows, *rest)
 
   return jax.tree.map(join, steps)
 

@@ -222,6 +222,16 @@ class Plan:
     moves = self.while_decoding is not None or traits.renumbers
     return not (moves or self.sparse is not None or traits.channels)
 
+  @property
+  def reads_queries(self) -> bool:
+    """Whether what is kept of a prompt depends on its queries."""
+    later = self.while_decoding
+    methods = [self.method] if later is None else [self.method, later.method]
+    return self.sparse is not None or any(
+      method.traits.queries or method.traits.channels is not None
+      for method in methods
+    )
+
   def candidates(self, activations: Activations) -> Activations:
     """Repeats keys and values as the plan's caches store them."""
     if not self.per_query_head:

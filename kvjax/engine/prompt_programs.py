@@ -21,6 +21,9 @@ from kvjax.engine.model_layers import index_layer, layer_stacks, run_block
 from kvjax.model import LayerSpec, Model
 from kvjax.prompts import Prompts
 
+# Asks a pass for the prompt's queries, which are most of its activations.
+QUERIES = "queries"
+
 
 @functools.partial(jax.jit, static_argnames=("length",))
 def positions(lengths: Int[Array, " B"], length: int) -> Int[Array, "B S"]:
@@ -78,7 +81,8 @@ def forward_layer(
     shared: arrays that all layers share.
     positions: positions of the tokens.
     model: the functions.
-    how: the layer's spec, and the optional activations to return.
+    how: the layer's spec, and the activations to return besides keys and
+      values: those of `kvjax.activations.OPTIONAL`, and `QUERIES`.
     axes: axes of rows of shared arrays to run row by row; None to run together.
 
   Returns:
@@ -90,8 +94,12 @@ def forward_layer(
     activations: Activations,
   ) -> tuple[Float[Array, "B N S Dv"], Activations]:
     activations = shard_activations(activations)
-    # XLA drops the optional activations that are no outputs.
-    return attend_to_prompt(activations), activations.only(optional)
+    output = attend_to_prompt(activations)
+    # XLA drops the activations that are no outputs.
+    activations = activations.only(optional)
+    if QUERIES not in optional:
+      activations = activations.without_queries()
+    return output, activations
 
   def run(
     index: Int[Array, ""],
@@ -141,7 +149,7 @@ def forward_layers(
     model: the functions.
     params: the weights.
     prompts: the prompts.
-    optional: the optional activations to yield.
+    optional: the activations to yield besides keys and values.
 
   Yields:
     The hidden states after each layer, which the next one may donate, and its

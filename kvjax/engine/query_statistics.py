@@ -153,7 +153,9 @@ def _measure(
 ) -> Iterator[tuple[int, _Found]]:
   """Yields the moments and the drawn queries of every layer that attends."""
   prompts = Prompts.of([list(row)])
-  layers = prompt_programs.forward_layers(model, params, prompts, {"rerotate"})
+  layers = prompt_programs.forward_layers(
+    model, params, prompts, {"rerotate", prompt_programs.QUERIES}
+  )
   for layer, (_, activations) in enumerate(layers):
     if activations is not None:
       yield layer, _of_layer(activations, jnp.asarray(places), jnp.int32(sinks))

@@ -152,6 +152,8 @@ class _Sweep:
       The logits after each row's last token, and the likelihoods.
     """
     optional = frozenset[str]().union(*(e.activations for e in self._loaded))
+    if any(plan.reads_queries for plan in self._plans):
+      optional |= {prompt_programs.QUERIES}
     layers = prompt_programs.forward_layers(
       self._model, params, self._prompts, optional
     )

@@ -66,7 +66,9 @@ class Chunked(Using):
   def traits(self) -> Traits:
     """Those of the method, for whole prompts."""
     traits = self.over.traits.once("its chunks are those of a whole prompt")
-    return dataclasses.replace(traits, even="every chunk has its own share")
+    # All of a prompt's activations are cut into chunks, its queries too.
+    even = "every chunk has its own share"
+    return dataclasses.replace(traits, even=even, queries=True)
 
   @property
   def allocation(self) -> PerChunk:

@@ -138,6 +138,7 @@ class GatedMethod(ScoringMethod):
     inputs = frozenset({"inputs"})
     return Traits(
       whole_prompts_only="" if self.level == "head" else shared,
+      queries=False,
       activations=inputs,
       observes=inputs,
       score_range=self.score_range,

@@ -10,6 +10,7 @@ from kvjax.cache.layers import LayerCache
 from kvjax.errors import InputError
 from kvjax.heads import Head
 from kvjax.methods.headwise import HeadwiseMethod
+from kvjax.methods.traits import Traits
 from kvjax.options.bounds import check_share
 from kvjax.selection import floor_share, last_tokens
 
@@ -47,6 +48,11 @@ class KeyDiff(HeadwiseMethod):
     check_share(self, "recent_frac")
     if self.anchor == "pairwise" and self.metric != "cosine":
       raise InputError("anchor=pairwise is defined for metric=cosine only.")
+
+  @property
+  def traits(self) -> Traits:
+    """It reads keys alone."""
+    return Traits(queries=False)
 
   def score_head(self, head: Head) -> Float[Array, " T"]:
     """Computes the dissimilarity of every key to the anchor."""

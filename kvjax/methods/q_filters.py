@@ -52,7 +52,9 @@ class QFilters(ScoringMethod):
     """With filters of a file it reads keys alone."""
     reason = "without a file, its filters are those of a whole prompt"
     return Traits(
-      whole_prompts_only="" if self.filters else reason, protects=self.recent
+      whole_prompts_only="" if self.filters else reason,
+      protects=self.recent,
+      queries=not self.filters,
     )
 
   def check_model(self, geometry: Geometry) -> None:

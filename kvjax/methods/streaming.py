@@ -40,9 +40,15 @@ class StreamingLLM(HeadwiseMethod):
   def traits(self) -> Traits:
     """With `rerotate`, all heads must keep the same number of tokens."""
     if not self.rerotate:
-      return Traits(positional=True, sinks=self.sinks)
+      return Traits(positional=True, sinks=self.sinks, queries=False)
     even = "with rerotate the next token follows the last that is kept"
-    return Traits(renumbers=True, positional=True, sinks=self.sinks, even=even)
+    return Traits(
+      renumbers=True,
+      positional=True,
+      sinks=self.sinks,
+      even=even,
+      queries=False,
+    )
 
   def score_head(self, head: Head) -> Float[Array, " T"]:
     """Scores tokens by their position."""

@@ -40,6 +40,8 @@ class Traits:
       all of them together.
     joins_layers: whether all layers keep the same tokens, which are selected
       once, by what `Method.join` makes of the scores of all layers.
+    queries: whether scores depend on the prompt's queries, be it the last ones
+      only. If not, a prefill of whole prompts does not hold them.
     activations: those of `kvjax.activations.OPTIONAL` that scores depend on.
     observes: those of `activations` that only `Method.observe` reads where
       tokens are evicted between blocks and while decoding; later evictions do
@@ -66,6 +68,7 @@ class Traits:
   reuse: int = 1
   joins_heads: bool = False
   joins_layers: bool = False
+  queries: bool = True
   activations: frozenset[str] = frozenset()
   observes: frozenset[str] = frozenset()
   replay: Replay | None = None

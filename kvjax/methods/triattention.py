@@ -89,6 +89,7 @@ class TriAttention(Method):
       protects=self.recent,
       joins_heads=self.choice == "model",
       joins_layers=self.choice != "layer_head",
+      queries=not self.statistics,
       activations=frozenset({"rerotate"}),
     )
 

@@ -53,6 +53,7 @@ def check_method(method: Method) -> None:
   subject = Subject(method)
   if subject.layer is not None:
     _check_evaluation(subject)
+    _check_queries(subject)
     _check_files(subject)
     _check_choice(subject)
     _check_heads(subject)
@@ -70,6 +71,8 @@ def _choose(
 ) -> Int[Array, "B K M"]:
   """Selects slots of a prompt as the engine does."""
   activations = activations.only(method.traits.activations)
+  if not method.traits.queries:
+    activations = activations.without_queries()
   cache = LayerCache.of(activations)
   spread = method.allocation
   with jax.default_matmul_precision("highest"):
@@ -131,6 +134,33 @@ def _check_evaluation(subject: Subject) -> None:
     ) from error
   if isinstance(subject.method, ScoringMethod):
     _check_numbers(subject, subject.method)
+
+
+def _check_queries(subject: Subject) -> None:
+  """Refuses a method that reads queries although its traits deny it."""
+  if subject.traits.queries:
+    return
+  one = subject.activations().only(subject.traits.activations)
+
+  @jax.jit
+  def evaluate(activations: Activations) -> PyTree[Array]:
+    cache = LayerCache.of(activations)
+    layer = jnp.asarray(subject.layer, jnp.int32)
+    return subject.spread.evaluate(subject.method, layer, cache, activations)
+
+  wrong = (
+    f"{subject.name} reads the prompt's queries, and its traits say "
+    "queries=False, for which a prefill drops them; leave that out."
+  )
+  try:
+    found = evaluate(one.without_queries())
+  except Exception as error:
+    raise InputError(wrong) from error
+  pairs = zip(
+    jax.tree.leaves(found), jax.tree.leaves(evaluate(one)), strict=True
+  )
+  same = all(np.array_equal(x, y, equal_nan=True) for x, y in pairs)
+  require(same, wrong)
 
 
 def _check_numbers(subject: Subject, method: ScoringMethod) -> None:
