@@ -240,7 +240,7 @@ WRONG = {
     "activations.keys_unrotated and activations.inputs .*"
     r'activations=frozenset\({"inputs", "keys_unrotated"}\)',
   ),
-  "denies its queries": (Denied(), "reads the prompt's queries, and its traits"),
+  "denies its queries": (Denied(), "reads the prompt's queries, and its"),
   "denies its last query": (Denied(last=True), "say queries=False"),
   "declares a half of it": (HalfSilent(), "activations.keys_unrotated without"),
   "narrow scores": (Narrow(), "float32.*bfloat16"),
