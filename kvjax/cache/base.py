@@ -64,6 +64,11 @@ class Layer(abc.ABC):
     """Number of slots for appended tokens, filled or not; None for no limit."""
 
   @property
+  def fixed_slots(self) -> int:
+    """Slots of the capacity that are apart from those that `grow` adds."""
+    return 0
+
+  @property
   @abc.abstractmethod
   def sizes(self) -> LayerSizes:
     """Heads and widths of a layer, whatever it stores of them."""

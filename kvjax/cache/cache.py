@@ -94,6 +94,8 @@ class Cache:
   def grow(self, capacities: Sequence[int | None]) -> "Cache":
     """Grows the stacks to at least the given capacities.
 
+    On TPUs, a stack that grows has whole tiles afterwards, see `whole_tiles`.
+
     Args:
       capacities: slots per layer, for each stack; None leaves a stack as it is.
     """
@@ -102,13 +104,13 @@ class Cache:
       if capacity is None
       or stack.capacity is None
       or capacity <= stack.capacity
-      else shard_stack(stack.grow(whole_tiles(capacity) - stack.capacity))
+      else shard_stack(_grow(stack, capacity - stack.capacity))
       for stack, capacity in zip(self.stacks, capacities, strict=True)
     )
     return dataclasses.replace(self, stacks=stacks)
 
   def widen(self, tokens: int) -> "Cache":
-    """Grows all stacks that grow by as many slots per layer."""
+    """Grows all stacks that grow by at least as many slots per layer."""
     capacities = [stack.capacity for stack in self.stacks]
     return self.grow([n if n is None else n + tokens for n in capacities])
 
@@ -142,6 +144,13 @@ class Cache:
       )
     places = zip(self.order, ranks(self.order), strict=True)
     return jnp.stack([counts[s][i] for s, i in places if s >= 0])
+
+
+def _grow(stack: Layer, extra: int) -> Layer:
+  """Adds `extra` slots to a stack, and those that its tiles lack."""
+  assert stack.capacity is not None
+  own = stack.capacity - stack.fixed_slots
+  return stack.grow(whole_tiles(own + extra) - own)
 
 
 def check_not_donated(cache: Cache) -> None:

@@ -103,6 +103,11 @@ class SparseLayer(Layer):
     return self.resident.capacity + self.spare
 
   @property
+  def fixed_slots(self) -> int:
+    """Slots of the ring, if there is one."""
+    return self.resident.capacity if self.retrieval.ring_size else 0
+
+  @property
   def sizes(self) -> LayerSizes:
     """Heads and widths of the resident slots."""
     return self.resident.sizes
@@ -150,9 +155,8 @@ class SparseLayer(Layer):
     """Adds `extra` empty slots for appended tokens."""
     if not self.retrieval.ring_size:
       return replace(self, resident=self.resident.grow(extra))
-    return replace(
-      self, stored=self.stored.grow(extra), spare=self.spare + extra
-    )
+    spare = self.spare + extra
+    return replace(self, stored=self.stored.grow(extra), spare=spare)
 
   def append(
     self, activations: Activations, index: Index = None
@@ -370,14 +374,9 @@ class SparseLayer(Layer):
     positions: Int[Array, " B"],
     rows: Rows,
   ) -> tuple[LayerIndex, Selection]:
+    store = self._store(positions)
     return retrieve_all(
-      self.retrieval,
-      index,
-      queries,
-      positions >= 0,
-      self._store(positions),
-      rows,
-      self._budget,
+      self.retrieval, index, queries, positions >= 0, store, rows, self._budget
     )
 
   @property

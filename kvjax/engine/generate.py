@@ -56,7 +56,8 @@ def reserve(cache: Cache, tokens: int) -> Cache:
 
   A prompt that follows takes as many slots as it is padded to, which is
   `prompts.tokens.shape[1]`: with `Prompts.of`, 32 or more unless `padded` is
-  given. Its answer takes `max_new_tokens` more.
+  given. Its answer takes `max_new_tokens` more. On TPUs there is room for up to
+  seven tokens beyond `tokens`, since slots come in groups of eight there.
 
   Raises:
     InputError: `tokens` is no whole number of 0 or more, or the cache has been

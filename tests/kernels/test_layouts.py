@@ -35,6 +35,22 @@ def test_a_cache_grows_to_whole_tiles():
   assert layer.nbytes == sum(x.nbytes for x in jax.tree.leaves(layer))
 
 
+def test_spare_slots_of_a_ring_come_in_whole_tiles():
+  """Whatever the size of the ring, which is an array of its own."""
+  model = TinyModel()
+  prompts = kvjax.Prompts.of([list(range(1, 61))])
+  plan = kvjax.get_plan("ctkvr:max_resident=13:sinks=2:local=4", 0.1)
+  cache, _ = kvjax.prefill(model, model.init(), prompts, plan)
+  with kernels.use(platform="tpu"):
+    once = kvjax.reserve(cache, 5)
+    twice = kvjax.reserve(once, 1)
+  assert kvjax.reserve(cache, 5).layer(0).capacity == 13 + 5
+  for reserved, spare in ((once, 8), (twice, 16)):
+    layer = reserved.layer(0)
+    assert layer.capacity == 13 + spare
+    assert layer.stored.capacity % 8 == 0
+
+
 @pytest.mark.parametrize("shape", [(), (2, 3, 64), (2, 3, 128)])
 def test_row_major_changes_no_value(shape):
   """Within and outside of `vmap` and of gradients."""
