@@ -12,6 +12,7 @@ from kvjax.cache.base import Arrange, Index, Layer
 from kvjax.cache.layers import LayerCache, Slots
 from kvjax.cache.tailed import TailedLayer
 from kvjax.kernels.attention import partial_attention
+from kvjax.kernels.layouts import whole_tiles
 from kvjax.struct import replace, struct
 
 
@@ -35,8 +36,10 @@ class NarrowLayer(TailedLayer):
   ) -> "NarrowLayer":
     """Drops channels of all keys of a cache; the tail has no room yet."""
     cache = cache.without_memory()
-    keys = jnp.take_along_axis(cache.keys, channels[:, :, None], axis=3)
-    kept = Slots(keys, cache.values, cache.positions, cache.cursor)
+    # `Cache.grow` grows the tail alone.
+    whole = cache.grow(whole_tiles(cache.capacity) - cache.capacity)
+    keys = jnp.take_along_axis(whole.keys, channels[:, :, None], axis=3)
+    kept = Slots(keys, whole.values, whole.positions, whole.cursor)
     return cls(kept, channels, cache.shrink(0))
 
   @property

@@ -31,6 +31,7 @@ from kvjax.engine.compress import (
 from kvjax.engine.joined_selection import select_from_prompt
 from kvjax.engine.prepared import LayerProgram, PreparedPlan
 from kvjax.hosts import is_traced
+from kvjax.kernels.dispatch import target_platform
 from kvjax.model import LayerSpec, Model
 from kvjax.placement import is_on_host
 
@@ -224,9 +225,9 @@ def _shape(model: Any, program: LayerProgram, inputs: LayerInputs) -> Any:
   # `eval_shape` would trace every layer; most have the same shapes.
   leaves, structure = jax.tree.flatten(inputs)
   shapes = tuple((x.shape, jnp.dtype(x.dtype)) for x in leaves)
-  # Pages are as many as the mesh can share out.
-  mesh = jax.sharding.get_abstract_mesh()
-  return _compressed_shape(model, program, structure, shapes, mesh)
+  # Pages are as many as the mesh can share out, and only TPUs have tiles.
+  context = jax.sharding.get_abstract_mesh(), target_platform()
+  return _compressed_shape(model, program, structure, shapes, context)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -235,9 +236,9 @@ def _compressed_shape(
   program: LayerProgram,
   structure: Any,
   shapes: Sequence[tuple[Any, Any]],
-  mesh: jax.sharding.AbstractMesh,
+  context: tuple[jax.sharding.AbstractMesh, str],
 ) -> Any:
-  del mesh  # in context
+  del context  # in which this is called
   leaves = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
   inputs = jax.tree.unflatten(structure, leaves)
 

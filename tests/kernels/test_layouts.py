@@ -7,6 +7,7 @@ import pytest
 
 import kvjax
 from kvjax import kernels
+from kvjax.cache.narrow import NarrowLayer
 from kvjax.kernels.layouts import row_major, whole_tiles
 from kvjax.kernels.programs import Platform
 from kvjax.testing import TinyModel
@@ -49,6 +50,26 @@ def test_spare_slots_of_a_ring_come_in_whole_tiles():
     layer = reserved.layer(0)
     assert layer.capacity == 13 + spare
     assert layer.stored.capacity % 8 == 0
+
+
+def test_kept_tokens_with_fewer_channels_come_in_whole_tiles():
+  """They never grow; the tokens are the same ones as elsewhere."""
+  model, plan = TinyModel(), kvjax.get_plan("think/keydiff", kvjax.Tokens(3))
+  prompts = kvjax.Prompts.of([[1, 2, 3, 4, 5], [6, 7]])
+
+  def keep(platform: Platform) -> NarrowLayer:
+    with kernels.use("xla", platform=platform):
+      cache, _ = kvjax.prefill(model, model.init(), prompts, plan)
+    layer = cache.layer(0)
+    assert isinstance(layer, NarrowLayer)
+    return layer
+
+  layer, expected = keep("tpu"), keep("cpu")
+  assert layer.kept.keys.shape[2] == layer.kept.capacity == 8
+  assert expected.kept.capacity == 3
+  for row in range(2):
+    assert layer.row_positions(row) == expected.row_positions(row)
+  assert layer.tail.capacity == 0
 
 
 @pytest.mark.parametrize("shape", [(), (2, 3, 64), (2, 3, 128)])
