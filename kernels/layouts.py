@@ -18,11 +18,12 @@ def row_major(x: Array) -> Array:
   program that decodes, and those of a layer in every step.
 
   Args:
-    x: an array of any shape. If its last axis does not fill the lanes, XLA does
-      well to put another one there.
+    x: an array of any shape.
 
   Returns:
-    The array, with a constraint on its layout if it is compiled for a TPU.
+    The array, with a constraint on its layout if it is compiled for a TPU and
+    its last axis fills the lanes of the tiles. Of others, XLA should be free to
+    put an axis there that does.
   """
   if target_platform() != "tpu" or not x.ndim or x.shape[-1] % _LANES:
     return x
@@ -32,8 +33,9 @@ def row_major(x: Array) -> Array:
 def whole_tiles(slots: int) -> int:
   """Rounds a number of slots up to whole tiles of a TPU's memory.
 
-  Arguments of a program whose slots leave a part of a tile have another axis
-  there, so that XLA copies all keys and values in every program that decodes.
+  If the slots of keys and values would leave the last tile in part empty, XLA
+  lays out other axes in the tiles of an argument. Every program that decodes
+  then copies all keys and values.
 
   Args:
     slots: a number of slots.
