@@ -7,7 +7,7 @@ import signal
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 import jax
@@ -272,7 +272,8 @@ def _parse(argv: Sequence[str]) -> list[str]:
     sys.exit(0)
   try:
     # absl reads files of flags, of which one may have no end.
-    for name, value in itertools.pairwise(_flags_and_values(argv)):
+    parts = (part for each in argv for part in each.split("=", 1))
+    for name, value in itertools.pairwise(parts):
       if name in _FLAG_FILES:
         files.check_whole(value)
     rest = flags.FLAGS(argv)
@@ -321,12 +322,6 @@ def _no_flag(name: str) -> str:
   if flag in own:
     guess = f"; give --{flag}{meaning}"
   return f"There is no flag --{shown}{guess}; --help lists the flags."
-
-
-def _flags_and_values(arguments: Sequence[str]) -> Iterator[str]:
-  """Splits arguments at their first equals signs."""
-  for argument in arguments:
-    yield from argument.split("=", 1)
 
 
 def _refuse(sentence: str) -> NoReturn:

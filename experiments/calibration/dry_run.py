@@ -9,7 +9,7 @@ from kvjax.experiments.calibration.measuring import measure_batch
 from kvjax.experiments.report import wording
 from kvjax.experiments.run import multihost
 from kvjax.experiments.run.comparison import Work
-from kvjax.experiments.run.estimate import Batch, Estimate, estimate
+from kvjax.experiments.run.estimate import Batch, estimate, expected
 from kvjax.experiments.run.forecast import Pace
 from kvjax.models.pretrained import Pretrained
 
@@ -49,11 +49,9 @@ def announce(
     weights: as for `measuring.measure`.
   """
   recites = weights is not None
-  seconds = sum(
-    _estimate(lm, work, recites).seconds for work in works if work.batches
-  )
+  seconds = sum(_estimate(lm, work, recites) for work in works if work.batches)
   if seconds and multihost.is_first():
-    print(f"{_count(works)} {Estimate(seconds)}", file=sys.stderr)
+    print(f"{_count(works)} {expected(seconds)}", file=sys.stderr)
 
 
 def foresee(
@@ -87,7 +85,7 @@ def _count(works: Sequence[Work]) -> Foreseen:
   return Foreseen(len(contexts), sum(map(len, contexts)), measurements, None)
 
 
-def _estimate(lm: Pretrained, work: Work, recites: bool) -> Estimate:
+def _estimate(lm: Pretrained, work: Work, recites: bool) -> float:
   """Estimates a step, whose caches read questions and answers at once.
 
   If they recite, they read their context, too.

@@ -2,7 +2,7 @@
 
 import dataclasses
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -86,7 +86,7 @@ class Fitted:
       return list(self.reached)
     budget = kvjax.Calibrated(self.calibration, tau)
     result = []
-    for of_context in by_context(self.sets.held_out):
+    for of_context in _groups(self.sets.held_out).values():
       (share,) = budget.retentions(of_one(of_context))
       result.append(_at(of_context, float(share)))
     return result
@@ -97,7 +97,7 @@ class Fitted:
     It is the least of the measured retentions, or the whole context.
     """
     result = []
-    for of_context in by_context(self.sets.held_out):
+    for of_context in _groups(self.sets.held_out).values():
       enough = [m.retention for m in of_context if self.ratio(m) >= tau]
       result.append(_at(of_context, min(enough, default=1.0)))
     return result
@@ -280,16 +280,10 @@ def _column(
   return None if None in known else np.array(known)
 
 
-def by_context(
-  measurements: Sequence[Measurement],
-) -> Iterable[list[Measurement]]:
-  """Groups measurements by context, in order."""
-  return _groups(measurements).values()
-
-
 def _groups(
   measurements: Sequence[Measurement],
 ) -> dict[tuple[str, int, str], list[Measurement]]:
+  """Groups measurements by context, in order."""
   groups: dict[tuple[str, int, str], list[Measurement]] = {}
   for measurement in measurements:
     groups.setdefault(_context(measurement), []).append(measurement)

@@ -22,11 +22,6 @@ def chosen(
   ]
 
 
-def folder_of(program: Program, folder: pathlib.Path) -> pathlib.Path:
-  """Returns the output folder of a program in that of its experiment."""
-  return folder / program.name
-
-
 def tau_of(model: str) -> float:
   """Returns the quality that Compactor preserves for a model.
 
@@ -60,7 +55,7 @@ def command(
   ]
   return [
     f"kvjax.experiments.{program.module}",
-    f"--output={folder_of(program, folder)}",
+    f"--output={folder / program.name}",
     *(argument.format(**names) for argument in (*program.arguments, *scaled)),
     *model_and_user_flags,
   ]

@@ -63,7 +63,7 @@ def _row(experiment: Experiment, usual: str) -> tuple[str, ...]:
   needs = "; ".join(filter(None, (models, experiment.needs)))
   runs = bool(experiment.parts)
   cells = (
-    f"**{experiment.id}** {_titled(experiment)}",
+    f"**{experiment.id}** {experiment.title}{_places(experiment)}",
     needs,
     " ".join(f"`{each}`" for each in _arguments(experiment)) if runs else "",
     str(experiment.minutes) if runs else "",
@@ -73,13 +73,8 @@ def _row(experiment: Experiment, usual: str) -> tuple[str, ...]:
   return tuple(cell.replace("|", "\\|") for cell in cells)
 
 
-def _titled(experiment: Experiment) -> str:
-  places = _places(experiment)
-  return f"{experiment.title} ({places})" if places else experiment.title
-
-
 def _places(experiment: Experiment) -> str:
-  """The paper's tables and figures, as far as they are known."""
+  """The paper's tables and figures in parentheses, as far as known."""
   text = " ".join(
     (*experiment.claims, *experiment.remarks, *printed.places(experiment.id))
   )
@@ -88,11 +83,12 @@ def _places(experiment: Experiment) -> str:
     by_kind.setdefault(kind, set()).update(
       map(int, re.findall(r"\d+", numbers))
     )
-  return ", ".join(
+  places = ", ".join(
     f"{kind}{'s' if len(numbers) > 1 else ''} "
     f"{', '.join(map(str, sorted(numbers)))}"
     for kind, numbers in sorted(by_kind.items(), reverse=True)
   )
+  return f" ({places})" if places else ""
 
 
 def _arguments(experiment: Experiment) -> Iterator[str]:

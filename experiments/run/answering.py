@@ -253,7 +253,7 @@ class _Joined:
     at = place * self.rows + row
     tokens = int(self.tokens[at])
     if isinstance(candidate.plan.budget, kvjax.Threshold):
-      retention = counts.share(at, tokens)
+      retention = float(counts.evictable[at] / tokens)
     elif own.retentions is None:
       retention = candidate.retention(tokens)
     else:

@@ -66,27 +66,12 @@ class Batch(NamedTuple):
   steps: int
 
 
-class Estimate(NamedTuple):
-  """About how long work takes, if answers are as long as allowed.
-
-  Attributes:
-    seconds: the time, without that to compile programs.
-  """
-
-  seconds: float
-
-  def __str__(self) -> str:
-    return (
-      f"Expect about {in_words(self.seconds)} here, or less. The first time, "
-      "programs are compiled, which adds some seconds for each method, budget "
-      "and length."
-    )
-
-
 def estimate(
   lm: Pretrained, candidates: Sequence[Candidate], batches: Iterable[Batch]
-) -> Estimate:
-  """Estimates the time of batches, of which each host takes its share.
+) -> float:
+  """Estimates the seconds of batches, of which each host takes its share.
+
+  Answers are as long as allowed; the time to compile programs is left out.
 
   What methods compute themselves is left out, but for replays of the prompt;
   what caches recite for a calibrated budget counts.
@@ -111,7 +96,15 @@ def estimate(
     )
     seconds += multiplied / rates.operations
     seconds += batch.steps * (step + caches / rates.nbytes)
-  return Estimate(seconds / devices / multihost.sharing())
+  return seconds / devices / multihost.sharing()
+
+
+def expected(seconds: float) -> str:
+  """Says what `estimate` has found, in sentences."""
+  return (
+    f"Expect about {in_words(seconds)} here, or less. The first time, programs "
+    "are compiled, which adds some seconds for each method, budget and length."
+  )
 
 
 def in_words(seconds: float, digits: int = 1) -> str:

@@ -62,8 +62,8 @@ def cost_of(work: Work) -> Cost:
   )
 
 
-def estimate_of(lm: Pretrained, work: Work) -> estimate.Estimate:
-  """Estimates how long that takes, without running the model."""
+def estimate_of(lm: Pretrained, work: Work) -> float:
+  """Estimates the seconds that takes, without running the model."""
   batches = [
     estimate.Batch(
       rows=shape.rows,

@@ -12,6 +12,7 @@ from kvjax.experiments.report import wording
 from kvjax.experiments.run import (
   comparison,
   environment,
+  estimate,
   forecast,
   multihost,
   results,
@@ -140,7 +141,7 @@ def _announce(lm: Pretrained, work: comparison.Work) -> None:
   """Says on stderr what is left to do, and about how long it takes."""
   if not work.missing:
     return
-  expected = forecast.estimate_of(lm, work)
+  expected = estimate.expected(forecast.estimate_of(lm, work))
   if multihost.is_first():
     print(f"{forecast.cost_of(work)} {expected}", file=sys.stderr, flush=True)
 

@@ -49,7 +49,3 @@ class TokenCounts(NamedTuple):
     If all layers have a window, those in all.
     """
     return self.kept if self.kept_globally is None else self.kept_globally
-
-  def share(self, row: int, tokens: int) -> float:
-    """The share of its tokens that a row keeps where budgets apply."""
-    return float(self.evictable[row] / tokens)

@@ -34,16 +34,6 @@ class Scaled:
   seconds: Mapping[int, float]
   temporary: Mapping[int, int]
 
-  @property
-  def time_slope(self) -> float:
-    """Exponent of time in the length."""
-    return slope(self.seconds)
-
-  @property
-  def memory_slope(self) -> float:
-    """Exponent of memory in the length."""
-    return slope(self.temporary)
-
 
 def slope(values: Mapping[int, float]) -> float:
   """Least squares of log(value) on log(length), over the longer half.
@@ -118,9 +108,9 @@ def table(results: Sequence[Scaled]) -> Table:
       one.name,
       *(wording.milliseconds(one.seconds[n], 1) for n in lengths),
       *of_attention(one),
-      _exponent(one.time_slope),
+      _exponent(one.seconds),
       f"{one.temporary[longest] / 2**20:,.1f}",
-      _exponent(one.memory_slope),
+      _exponent(one.temporary),
     )
     for one in sorted(results, key=lambda one: one.seconds[longest])
   ]
@@ -129,8 +119,9 @@ def table(results: Sequence[Scaled]) -> Table:
   return Table("", [*head, *share, "exponent", "MiB", "exponent"], lines)
 
 
-def _exponent(slope: float) -> str:
-  return wording.NOTHING if math.isnan(slope) else f"{slope:z.2f}"
+def _exponent(values: Mapping[int, float]) -> str:
+  found = slope(values)
+  return wording.NOTHING if math.isnan(found) else f"{found:z.2f}"
 
 
 def picture(results: Sequence[Scaled]) -> Figure:

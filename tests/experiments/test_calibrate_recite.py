@@ -126,7 +126,7 @@ def test_recitals_count_in_what_is_said_to_take_time(tiny, tmp_path):
   store = measuring.stored(tmp_path / "t", SETTINGS)
   work = comparison.pending(tiny, CHOSEN, SAMPLES, store, 2, apart=True)
   plain, reciting = (
-    dry_run._estimate(tiny, work, recites).seconds for recites in (False, True)
+    dry_run._estimate(tiny, work, recites) for recites in (False, True)
   )
   assert reciting > 1.5 * plain
   weights = TokenWeights.of(tiny, SAMPLES)

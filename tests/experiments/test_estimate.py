@@ -31,7 +31,7 @@ def seconds(monkeypatch):
 
   def at(rates, lm, *arguments):
     monkeypatch.setattr(Rates, "probe", lambda dtype: rates)
-    return estimate.estimate(lm, *arguments).seconds
+    return estimate.estimate(lm, *arguments)
 
   return at
 
@@ -192,6 +192,6 @@ def test_times_are_rounded_to_one_digit(seconds, text):
 
 
 def test_an_estimate_says_what_it_leaves_out():
-  said = str(estimate.Estimate(57.0))
+  said = estimate.expected(57.0)
   assert said.startswith("Expect about 1 min here, or less. The first time, ")
   assert "are compiled, which adds some seconds for each method" in said

@@ -77,7 +77,7 @@ def test_an_estimate_is_of_what_the_run_does(tiny, results, monkeypatch):
 
   def noted(lm, *given):
     found.append(given)
-    return forecast.estimate.Estimate(1.0)
+    return 1.0
 
   monkeypatch.setattr(forecast.estimate, "estimate", noted)
   work = comparison.pending(tiny, CHOSEN, SAMPLES, results, 2)

@@ -11,7 +11,7 @@ every turn.
 
 import dataclasses
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Literal, get_args
 
 from kvjax.experiments.run.results import Part
@@ -97,13 +97,6 @@ def _with_first_question(turns: Sequence[Sample]) -> tuple[Sample, ...]:
   )
 
 
-def _context_only(
-  turns: Sequence[Sample], tokenizer: Tokenizer
-) -> Iterator[Sample]:
-  del tokenizer
-  yield from turns
-
-
 def _with_references(
   turns: Sequence[Sample], tokenizer: Tokenizer
 ) -> Iterator[Sample]:
@@ -129,9 +122,9 @@ def continued(
 
 
 _WITH_HISTORY: Mapping[
-  History, Callable[[Sequence[Sample], Tokenizer], Iterator[Sample]]
+  History, Callable[[Sequence[Sample], Tokenizer], Iterable[Sample]]
 ] = {
-  "shared": _context_only,
+  "shared": lambda turns, tokenizer: turns,
   "conversation": _with_references,
   "own": continued,
 }

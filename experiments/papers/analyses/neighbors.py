@@ -71,13 +71,6 @@ def cosines_by_distance(
   return cosines
 
 
-def top_keys(
-  queries: Float[np.ndarray, "Q D"], keys: Float[np.ndarray, "T D"], count: int
-) -> Bool[np.ndarray, "Q T"]:
-  """Computes the mask of the keys with the highest products with a query."""
-  return highest(queries @ keys.T, count)
-
-
 def highest(
   scores: Float[np.ndarray, "Q T"], count: int
 ) -> Bool[np.ndarray, "Q T"]:
@@ -106,8 +99,8 @@ def _pairs(layer_activations: Activations) -> Float[np.ndarray, "2 P"]:
   one, other = np.triu_indices(last_queries, 1)
   pairs = []
   for head, head_queries in enumerate(queries[:, before:]):
-    chosen = top_keys(head_queries, keys[head // group, :before], count)
-    chosen = chosen.astype(np.float64)
+    products = head_queries @ keys[head // group, :before].T
+    chosen = highest(products, count).astype(np.float64)
     units = unit(head_queries)
     cosines, shared = units @ units.T, chosen @ chosen.T / count
     pairs.append(np.stack([cosines[one, other], shared[one, other]]))

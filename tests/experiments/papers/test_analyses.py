@@ -172,7 +172,7 @@ def test_the_nearest_centroid_is_the_most_similar_query_before():
 
 def test_top_keys_are_those_of_the_highest_products():
   queries, keys = RNG.normal(size=(3, 4)), RNG.normal(size=(10, 4))
-  chosen = neighbors.top_keys(queries, keys, 3)
+  chosen = neighbors.highest(queries @ keys.T, 3)
   for query, own in zip(queries, chosen, strict=True):
     products = keys @ query
     assert own.sum() == 3
