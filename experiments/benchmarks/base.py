@@ -112,14 +112,16 @@ class Drawn(NamedTuple):
   def with_chat(self, request: Request) -> "Drawn":
     """Gives all prompts the chat template, unless the official rule applies."""
     choice = request.value(CHAT)
-    samples = self.samples
-    if choice == ALWAYS:
-      samples = {
-        part: [dataclasses.replace(sample, chat=True) for sample in drawn]
-        for part, drawn in samples.items()
-      }
-    data = {**self.data, "chat template": choice}
-    return self._replace(samples=samples, data=data)
+    drawn = self.in_chat() if choice == ALWAYS else self
+    return drawn._replace(data={**self.data, "chat template": choice})
+
+  def in_chat(self) -> "Drawn":
+    """Gives all prompts the chat template."""
+    samples = {
+      part: [dataclasses.replace(sample, chat=True) for sample in drawn]
+      for part, drawn in self.samples.items()
+    }
+    return self._replace(samples=samples)
 
   def checked(self) -> "Drawn":
     """Notes how much the prompts repeat themselves, and equal samples.

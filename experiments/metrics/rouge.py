@@ -74,17 +74,11 @@ def rouge_l_zh(
   )
 
 
-def rouge_l_official(prediction: str, reference: str) -> float:
-  """Computes LongBench's ROUGE-L: 0 if `rouge` exceeds the recursion limit.
-
-  The limit is Python's default of 1,000; see `_OFFICIAL_STEPS`.
-  """
-  return rouge_l(prediction, reference, _OFFICIAL_STEPS)
-
-
-def rouge_l_zh_official(prediction: str, reference: str) -> float:
-  """Computes LongBench's ROUGE-L over Chinese words; see `rouge_l_zh`."""
-  return rouge_l_zh(prediction, reference, _OFFICIAL_STEPS_ZH)
+# LongBench's ROUGE-L: 0 if `rouge` exceeds Python's recursion limit of 1,000.
+rouge_l_official = functools.partial(rouge_l, most_steps=_OFFICIAL_STEPS)
+rouge_l_zh_official = functools.partial(
+  rouge_l_zh, most_steps=_OFFICIAL_STEPS_ZH
+)
 
 
 def rouge_1(prediction: str, reference: str) -> float:

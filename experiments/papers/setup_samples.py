@@ -67,12 +67,7 @@ def draw(
     return drawn
   if scale == "paper":
     return drawn._replace(data={**drawn.data, "chat template": "official"})
-  return drawn._replace(
-    samples={
-      part: [dataclasses.replace(sample, chat=True) for sample in samples]
-      for part, samples in drawn.samples.items()
-    }
-  )
+  return drawn.in_chat()
 
 
 def prompts(

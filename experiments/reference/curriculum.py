@@ -81,9 +81,7 @@ def _stage(row: Mapping[str, str]) -> Stage:
   )
 
 
-with (
-  pathlib.Path(__file__)
-  .with_name("stages.tsv")
-  .open(newline="", encoding="utf-8") as file
-):
-  STAGES = tuple(map(_stage, csv.DictReader(file, dialect="excel-tab")))
+_TABLE = pathlib.Path(__file__).with_name("stages.tsv").read_text("utf-8")
+STAGES = tuple(
+  map(_stage, csv.DictReader(_TABLE.splitlines(), dialect="excel-tab"))
+)

@@ -221,19 +221,15 @@ def _retrieval(row: Mapping[str, str]) -> Retrieval:
   )
 
 
-with (
-  pathlib.Path(__file__)
-  .with_name("lessons.tsv")
-  .open(newline="", encoding="utf-8") as file
-):
-  LESSONS: dict[str, Lesson] = {
-    **{"gapped": gapped_pairs, "pairs": plain_pairs, "copy": copying},
-    **{"recall": recalling, "listed_pairs": listed_pairs, "passkey": passkey},
-    **{
-      row["lesson"]: _retrieval(row)
-      for row in csv.DictReader(file, dialect="excel-tab")
-    },
-  }
+_TABLE = pathlib.Path(__file__).with_name("lessons.tsv").read_text("utf-8")
+LESSONS: dict[str, Lesson] = {
+  **{"gapped": gapped_pairs, "pairs": plain_pairs, "copy": copying},
+  **{"recall": recalling, "listed_pairs": listed_pairs, "passkey": passkey},
+  **{
+    row["lesson"]: _retrieval(row)
+    for row in csv.DictReader(_TABLE.splitlines(), dialect="excel-tab")
+  },
+}
 # Attempts to draw a row that fits.
 _MOST_DRAWS = 100
 

@@ -2,7 +2,13 @@
 
 import rich.console
 
-from kvjax.experiments.report import formats, run_tables, tables, wording
+from kvjax.experiments.report import (
+  formats,
+  run_tables,
+  series,
+  tables,
+  wording,
+)
 from kvjax.experiments.report.formats import Table
 from kvjax.experiments.report.means import complete, means, ranked, reads_less
 from kvjax.experiments.report.run_files import Record
@@ -54,12 +60,13 @@ def _details(record: Record) -> Table:
     "budget": [wording.reached(mean) for mean in averages],
     **{
       task.removeprefix("niah_"): [
-        _score(mean.tasks.get(task)) for mean in averages
+        series.number(mean.tasks.get(task)) for mean in averages
       ]
       for task in tasks
     },
     "mean": [
-      _score(mean.score if mean in comparable else None) for mean in averages
+      series.number(mean.score if mean in comparable else None)
+      for mean in averages
     ],
     "kept": [f"{mean.kept_tokens:.0f}" for mean in averages],
   }
@@ -73,7 +80,3 @@ def _details(record: Record) -> Table:
     "size of a context's cache"
   )
   return Table(title, list(columns), lines, names=2)
-
-
-def _score(score: float | None) -> str:
-  return wording.NOTHING if score is None else f"{score:.1f}"

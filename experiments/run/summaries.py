@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import operator
 import statistics
 from collections.abc import Sequence
 from typing import Any
@@ -9,14 +10,17 @@ from typing import Any
 from kvjax.experiments.run.candidates import FULL
 from kvjax.experiments.run.intervals import interval
 from kvjax.experiments.run.measured import DIGITS, rounded
-from kvjax.experiments.run.results import Answer, Part
+from kvjax.experiments.run.results import Answer
 
 # Starts the names of scores that count the best of k answers.
 PASS = "pass@"
 # The score of a right answer.
 _RIGHT = 100.0
 
-_Group = tuple[str, str, str, Part, float | None, int | None]
+# What the answers of a row share.
+_of_row = operator.attrgetter(
+  "method", "options", "budget", "part", "depth", "turn"
+)
 
 
 def summarize(
@@ -37,17 +41,9 @@ def summarize(
   """
   if not first_token_from_full_prompt:
     answers = with_same_first_token(answers)
-  groups: dict[_Group, list[Answer]] = {}
+  groups: dict[object, list[Answer]] = {}
   for answer in answers:
-    key = (
-      answer.method,
-      answer.options,
-      answer.budget,
-      answer.part,
-      answer.depth,
-      answer.turn,
-    )
-    groups.setdefault(key, []).append(answer)
+    groups.setdefault(_of_row(answer), []).append(answer)
   return [_row(group) for group in groups.values()]
 
 
