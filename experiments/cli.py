@@ -18,8 +18,7 @@ from kvjax.errors import InputError, InputWarning, readable
 from kvjax.experiments import exits, help_pages, interrupts
 from kvjax.experiments.inputs import plugin_inputs
 from kvjax.experiments.run import (
-  kernel_failures,
-  memory_failures,
+  device_failures,
   multihost,
   plugin_failures,
   plugin_files,
@@ -131,8 +130,8 @@ def run_on_arguments(
       exits.leave(exits.PREEMPTED)
     except Exception as error:
       explain = (
-        kernel_failures.sentence,
-        memory_failures.sentence,
+        device_failures.of_kernel,
+        device_failures.of_memory,
         plugin_failures.sentence,
       )
       if said := next(filter(None, (say(error) for say in explain)), None):

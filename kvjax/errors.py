@@ -50,6 +50,13 @@ def readable(text: str, longest: int = _LONGEST) -> str:
   return f"{shown[: longest // 2]} ... {shown[-longest // 4 :]}"
 
 
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+  """Yields an error, and those that it came from."""
+  while error is not None:
+    yield error
+    error = error.__cause__ or error.__context__
+
+
 @contextlib.contextmanager
 def blamed_on(method: object) -> Iterator[None]:
   """Adds a note that names the method to errors that are not expected.

@@ -4,9 +4,8 @@ import dataclasses
 import errno
 import pathlib
 import ssl
-from collections.abc import Iterator
 
-from kvjax.errors import InputError
+from kvjax.errors import InputError, causes
 from kvjax.models.downloads import ModelFile, UnreachableError
 
 # Of the disk; the hub's own errors have other numbers, or none.
@@ -90,7 +89,7 @@ def _failure(error: Exception) -> tuple[type[InputError], str]:
   absent = (errors.RepositoryNotFoundError, errors.RevisionNotFoundError)
   if isinstance(error, absent):
     return InputError, "the hub does not give it to you"
-  for cause in _causes(error):
+  for cause in causes(error):
     if isinstance(cause, ssl.SSLCertVerificationError):
       return InputError, "its certificate cannot be verified"
     if isinstance(cause, errors.HfHubHTTPError):
@@ -100,15 +99,8 @@ def _failure(error: Exception) -> tuple[type[InputError], str]:
   # The first: neither on the hub, which does not answer, nor on the disk.
   silent = isinstance(error, errors.LocalEntryNotFoundError) or any(
     not _SILENT.isdisjoint(each.__name__ for each in type(cause).__mro__)
-    for cause in _causes(error)
+    for cause in causes(error)
   )
   if silent:
     return UnreachableError, "the hub cannot be reached"
   return InputError, f"its client has failed with {type(error).__name__}"
-
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-  """Yields an error, and what it was raised from."""
-  while error is not None:
-    yield error
-    error = error.__cause__ or error.__context__

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
-from kvjax.experiments.run import kernel_failures
+from kvjax.experiments.run import device_failures
 from kvjax.experiments.timing import kernel_timing
 from kvjax.experiments.timing.kernel_timing import PALLAS, XLA
 from kvjax.kernels.specs import Spec
@@ -41,7 +41,7 @@ def check(spec: Spec, seed: int) -> Checked:
       spec, kernel_timing.by(spec, PALLAS), operands
     )
   except Exception as error:
-    said = kernel_failures.sentence(error)
+    said = device_failures.of_kernel(error)
     if said is None:
       raise
     return Checked(False, said)

@@ -11,8 +11,8 @@ import rich.console
 from kvjax import kernels
 from kvjax.errors import InputError
 from kvjax.experiments.run import (
+  device_failures,
   environment,
-  kernel_failures,
   outputs,
   stopwatch,
   tuned_tables,
@@ -66,7 +66,7 @@ def measure(choices: Choices, rounds: int, seed: int) -> list[Tried]:
           timers[number] = kernel_timing.timer(run, operands)
         said = checked.said
       except Exception as error:
-        reason = kernel_failures.compilers(error)
+        reason = device_failures.compilers(error)
         if reason is None:
           raise
         said = f"does not compile ({reason})"

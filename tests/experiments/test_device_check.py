@@ -9,7 +9,7 @@ import pytest
 from kvjax.errors import InputError
 from kvjax.experiments import device_check
 from kvjax.experiments.inputs import run_inputs
-from kvjax.experiments.run import kernel_failures
+from kvjax.experiments.run import device_failures
 from kvjax.experiments.timing import kernel_checks
 from kvjax.kernels import tuning
 from kvjax.kernels.dispatch import dispatch
@@ -122,20 +122,20 @@ def test_what_a_compiler_says_of_a_kernel_names_the_flag():
   def at(place):
     return RuntimeError(f"INTERNAL: Mosaic failed to compile: {place}.\n more")
 
-  said = kernel_failures.sentence(at("a/kvjax/kernels/select/tpu.py:9"))
+  said = device_failures.of_kernel(at("a/kvjax/kernels/select/tpu.py:9"))
   assert said.startswith(
     "The kernel of select does not compile for this device"
   )
   assert "--kernels=select:xla runs XLA's program instead (INTERNAL" in said
   assert "\n" not in said
-  assert "; --kernels=xla runs" in kernel_failures.sentence(at("nowhere"))
-  assert kernel_failures.sentence(RuntimeError("out of memory")) is None
+  assert "; --kernels=xla runs" in device_failures.of_kernel(at("nowhere"))
+  assert device_failures.of_kernel(RuntimeError("out of memory")) is None
   scalar = RuntimeError("Ran out of memory in memory space smem.")
-  assert "--kernels=xla runs" in kernel_failures.sentence(scalar)
+  assert "--kernels=xla runs" in device_failures.of_kernel(scalar)
   # JAX raises an error of its own in place of the compiler's.
   outer = ValueError("cannot run")
   outer.__cause__ = at("kernels/gather/tpu.py")
-  assert "--kernels=gather:xla" in kernel_failures.sentence(outer)
+  assert "--kernels=gather:xla" in device_failures.of_kernel(outer)
 
 
 @pytest.mark.parametrize(
