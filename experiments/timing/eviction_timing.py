@@ -52,11 +52,8 @@ class _Full(NamedTuple):
   prepared: PreparedPlan
 
 
-class _Start(NamedTuple):
-  """A cache that an answer begins from, and the logits that continue it."""
-
-  cache: kvjax.Cache
-  logits: Float[Array, "B V"]
+# A cache that an answer begins from, and the logits that continue it.
+_Start = tuple[kvjax.Cache, Float[Array, "B V"]]
 
 
 def plan_of(method: str, target: int, every: int, seed: int) -> kvjax.Plan:
@@ -107,7 +104,7 @@ def measure(
     short = _cut(contexts, max(target + every - answer, 1))
     few = _cut(contexts, target)
     starts = [
-      _Start(*kvjax.prefill(lm.model, lm.params, prompts, plan))
+      kvjax.prefill(lm.model, lm.params, prompts, plan)
       for prompts, plan in (
         (short, never),
         *((few, plan) for plan in plans.values()),

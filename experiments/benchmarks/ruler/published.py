@@ -40,45 +40,35 @@ class _Family(NamedTuple):
   """Splitting and scoring of one kind of tasks.
 
   Attributes:
-    question: start of the question; an example's question may precede it.
-    prefix: start of the answer prefix.
+    question: pattern of the start of the question; an example's question may
+      precede it.
     max_new_tokens: maximum tokens of the answer.
+    prefix: start of the answer prefix.
     metric: name of the metric.
   """
 
-  question: re.Pattern[str]
-  prefix: str
+  question: str
   max_new_tokens: int
+  prefix: str = "Answer:"
   metric: str = "string_match_all"
 
 
 # By the first part of a task's name.
 _FAMILIES = {
   "niah": _Family(
-    re.compile(r"What (?:is|are all) the special magic"),
-    "The special magic",
-    128,
+    "What (?:is|are all) the special magic", 128, "The special magic"
   ),
   "vt": _Family(
-    re.compile("Question: Find all variables"),
-    "Answer:",
-    variable_tracking.MAX_NEW_TOKENS,
+    "Question: Find all variables", variable_tracking.MAX_NEW_TOKENS
   ),
   "cwe": _Family(
-    re.compile("Question: What are the 10 most common"),
-    "Answer:",
-    common_words.MAX_NEW_TOKENS,
+    "Question: What are the 10 most common", common_words.MAX_NEW_TOKENS
   ),
-  "fwe": _Family(
-    re.compile("Question: Do not provide"),
-    "Answer:",
-    frequent_words.MAX_NEW_TOKENS,
-  ),
+  "fwe": _Family("Question: Do not provide", frequent_words.MAX_NEW_TOKENS),
   "qa": _Family(
-    re.compile("Answer the question based on the given documents"),
-    "Answer:",
+    "Answer the question based on the given documents",
     question_answering.MAX_NEW_TOKENS,
-    "string_match_part",
+    metric="string_match_part",
   ),
 }
 # A file with the name of a split belongs to the task of its folder.
@@ -215,11 +205,9 @@ def _split(row: Row, family: _Family) -> tuple[str, str, str]:
   kvpress.
   """
   text = row.text("input")
-  starts = [match.start() for match in family.question.finditer(text)]
+  starts = [match.start() for match in re.finditer(family.question, text)]
   if not starts:
-    raise InputError(
-      f"{row.place} holds under 'input' no {family.question.pattern!r}."
-    )
+    raise InputError(f"{row.place} holds under 'input' no {family.question!r}.")
   context, question = text[: starts[-1]], text[starts[-1] :]
   if "answer_prefix" in row.fields:
     return context, question, row.text("answer_prefix")

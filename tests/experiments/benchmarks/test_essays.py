@@ -35,14 +35,12 @@ def cached(monkeypatch, tmp_path):
   monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
   real = essays.NAMED[essays.KING_JAMES]
   file = dataclasses.replace(
-    real.source.file,
+    real.file,
     nbytes=len(MODULE),
     sha256=hashlib.sha256(MODULE.encode()).hexdigest(),
   )
-  source = dataclasses.replace(real.source, file=file)
-  monkeypatch.setattr(
-    essays, "NAMED", {essays.KING_JAMES: real._replace(source=source)}
-  )
+  source = dataclasses.replace(real, file=file)
+  monkeypatch.setattr(essays, "NAMED", {essays.KING_JAMES: source})
   path = user_cache.folder("texts") / essays.KING_JAMES / file.name
   path.parent.mkdir(parents=True)
   path.write_text(MODULE)

@@ -92,14 +92,14 @@ def test_an_experiment_runs_and_tells_what_it_is_not(
   cells = json.loads((tmp_path / "paper.json").read_text())
   assert cells[0]["part"] == "Invented"
 
-  again = running.compare(invented, session, tmp_path)
-  assert again.notes[-1].startswith("0 answers in")
-  assert "4 from before" in again.notes[-1]
+  again, notes = running.compare(invented, session, tmp_path)
+  assert notes[-1].startswith("0 answers in")
+  assert "4 from before" in notes[-1]
   key = Key("Ours", "short", "of two kinds")
   (cell,) = [
     c for c in cells if (c.get("line"), c.get("column"), c.get("what")) == key
   ]
-  assert cell["ours"] == again.comparison.ours[key].score
+  assert cell["ours"] == again.ours[key].score
 
 
 def test_random_choices_have_the_seed_of_the_session(session, invented):
@@ -354,7 +354,7 @@ def test_answers_of_mathematics_are_compared_with_the_papers(
   )
   short = dataclasses.replace(comparison, paper=setup, columns=columns)
   own = session._replace(own_model=True, sources=problems)
-  found = running.compare(short, own, tmp_path / "run").comparison
+  found, _ = running.compare(short, own, tmp_path / "run")
   assert {key.what for key in found.ours} == {"flexible match", "exact match"}
   assert len(found.ours) == 2 * 2 * len(short.lines)
   assert {number.samples for number in found.ours.values()} == {2}
