@@ -249,28 +249,24 @@ _FINETUNED = (
 )
 
 PARTS: Parts = {
-  "E3.1": (_E3_1,),
-  "E3.2": (_E3_2,),
-  "E3.3": (_E3_3,),
-  "E3.4": (_E3_4,),
-  "E3.5": (_CURVES,),
+  "E3.1": _E3_1,
+  "E3.2": _E3_2,
+  "E3.3": _E3_3,
+  "E3.4": _E3_4,
+  "E3.5": _CURVES,
   "E3.6": _ZERO_SHOT,
   "E3.7": _FINETUNED,
-  "E3.8": (
-    Analysis(
-      "latency",
-      latency.scorers,
-      shared.at_random(10_000, 100_000, 1_000_000),
-      shared.at_random(1024, 2048, 4096),
-      model=False,
-    ),
+  "E3.8": Analysis(
+    "latency",
+    latency.scorers,
+    shared.at_random(10_000, 100_000, 1_000_000),
+    shared.at_random(1024, 2048, 4096),
+    model=False,
   ),
-  "E3.9": (
-    Analysis(
-      "attention",
-      unmasked_attention.measure,
-      shared.ruler((4096,), 1, ("niah_single_2",)),
-      shared.prose(512, 1),
-    ),
+  "E3.9": Analysis(
+    "attention",
+    unmasked_attention.measure,
+    shared.ruler((4096,), 1, ("niah_single_2",)),
+    shared.prose(512, 1),
   ),
 }

@@ -228,8 +228,8 @@ _E4_9 = dataclasses.replace(
 )
 
 PARTS: Parts = {
-  "E4.1": (_E4_1,),
-  "E4.2": (_E4_2,),
+  "E4.1": _E4_1,
+  "E4.2": _E4_2,
   "E4.3": _E4_3,
   "E4.5": (
     Analysis(
@@ -245,24 +245,20 @@ PARTS: Parts = {
       shared.at_random(2048),
     ),
   ),
-  "E4.6": (Program("indexes", "index_construction", takes={"seed": "seed"}),),
+  "E4.6": Program("indexes", "index_construction", takes={"seed": "seed"}),
   "E4.7": (_E4_7_PLACES, _E4_7_SWEEPS),
-  "E4.8": (_E4_8,),
-  "E4.9": (_E4_9,),
-  "E4.10": (
-    Analysis(
-      "queries",
-      neighbors.measure,
-      shared.ruler((16384,), 1, shared.FOUR_NEEDLES),
-      shared.prose(1024, 2),
-    ),
+  "E4.8": _E4_8,
+  "E4.9": _E4_9,
+  "E4.10": Analysis(
+    "queries",
+    neighbors.measure,
+    shared.ruler((16384,), 1, shared.FOUR_NEEDLES),
+    shared.prose(1024, 2),
   ),
-  "E4.11": (
-    Analysis(
-      "lists",
-      recalled_lists.measure,
-      shared.ruler((16384,), 1, shared.FOUR_NEEDLES),
-      shared.prose(1024, 2),
-    ),
+  "E4.11": Analysis(
+    "lists",
+    recalled_lists.measure,
+    shared.ruler((16384,), 1, shared.FOUR_NEEDLES),
+    shared.prose(1024, 2),
   ),
 }

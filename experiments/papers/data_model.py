@@ -255,8 +255,9 @@ class Program:
   unless: Sequence[str] = ()
 
 
-# Of an experiment, either all programs or none.
-Parts = Mapping[str, Sequence[Comparison | Analysis | Program]]
+Part = Comparison | Analysis | Program
+# Of an experiment, one or several: either all programs or none.
+Parts = Mapping[str, Part | tuple[Part, ...]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -286,7 +287,7 @@ class Experiment:
   needs: str = ""
   instead: str = ""
   minutes: int = 0
-  parts: Sequence[Comparison | Analysis | Program] = ()
+  parts: Sequence[Part] = ()
   claims: Sequence[str] = ()
   remarks: Sequence[str] = ()
   why_not: str = ""

@@ -188,67 +188,53 @@ _E2_5 = dataclasses.replace(
 )
 
 PARTS: Parts = {
-  "E2.1": (_E2_1,),
-  "E2.2": (_E2_2,),
+  "E2.1": _E2_1,
+  "E2.2": _E2_2,
   "E2.3": _E2_3,
-  "E2.4": (_E2_4,),
-  "E2.5": (_E2_5,),
-  "E2.6": (
-    Analysis(
-      "retained keys",
-      retained_keys.determinants,
-      shared.longbench(("qasper",), _LIMIT, samples=100),
-      shared.prose(1024, 2),
-    ),
+  "E2.4": _E2_4,
+  "E2.5": _E2_5,
+  "E2.6": Analysis(
+    "retained keys",
+    retained_keys.determinants,
+    shared.longbench(("qasper",), _LIMIT, samples=100),
+    shared.prose(1024, 2),
   ),
-  "E2.7": (
-    Analysis(
-      "components",
-      retained_keys.components,
-      shared.longbench(("narrativeqa",), _LIMIT, samples=1),
-      shared.prose(1024, 1),
-    ),
+  "E2.7": Analysis(
+    "components",
+    retained_keys.components,
+    shared.longbench(("narrativeqa",), _LIMIT, samples=1),
+    shared.prose(1024, 1),
   ),
-  "E2.8": (
-    Analysis(
-      "heads",
-      head_statistics.measure,
-      shared.longbench(("narrativeqa",), _LIMIT, samples=4),
-      shared.prose(1024, 2),
-    ),
+  "E2.8": Analysis(
+    "heads",
+    head_statistics.measure,
+    shared.longbench(("narrativeqa",), _LIMIT, samples=4),
+    shared.prose(1024, 2),
   ),
-  "E2.9": (
-    Analysis(
-      "lengths",
-      prompt_lengths.measure,
-      Setup("longbench", shared.ALL_21, (), None),
-      Setup("ruler", (*shared.NEEDLES, "vt", "cwe", "fwe"), (2048,), 2),
-    ),
+  "E2.9": Analysis(
+    "lengths",
+    prompt_lengths.measure,
+    Setup("longbench", shared.ALL_21, (), None),
+    Setup("ruler", (*shared.NEEDLES, "vt", "cwe", "fwe"), (2048,), 2),
   ),
-  "E2.10": (
-    Analysis(
-      "costs",
-      costs.measure,
-      shared.at_random(2048, 4096, 6144, 8192),
-      shared.at_random(2048, 4096, 6144, 8192),
-      model=False,
-    ),
+  "E2.10": Analysis(
+    "costs",
+    costs.measure,
+    shared.at_random(2048, 4096, 6144, 8192),
+    shared.at_random(2048, 4096, 6144, 8192),
+    model=False,
   ),
-  "E2.11": (
-    Analysis(
-      "cosines",
-      key_cosines.measure,
-      shared.longbench(("narrativeqa",), _LIMIT, samples=1),
-      shared.prose(256, 1),
-    ),
+  "E2.11": Analysis(
+    "cosines",
+    key_cosines.measure,
+    shared.longbench(("narrativeqa",), _LIMIT, samples=1),
+    shared.prose(256, 1),
   ),
-  "E2.12": (
-    Analysis(
-      "queries",
-      query_plane.measure,
-      shared.longbench(("narrativeqa",), _LIMIT, samples=1),
-      shared.prose(1024, 1),
-    ),
+  "E2.12": Analysis(
+    "queries",
+    query_plane.measure,
+    shared.longbench(("narrativeqa",), _LIMIT, samples=1),
+    shared.prose(1024, 1),
   ),
   # Math-500 is how the paper measures long answers.
   "E2.13": _MATH,

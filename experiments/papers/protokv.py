@@ -236,18 +236,16 @@ PARTS: Parts = {
   "E1.1": (_E1_1, _per_query_head(_E1_1)),
   "E1.2": (_E1_2, _per_query_head(_E1_2)),
   "E1.3": (_E1_3, _per_query_head(_E1_3)),
-  "E1.4": (_E1_4,),
-  "E1.5": (_E1_5,),
-  "E1.6": (_E1_6,),
-  "E1.7": (_E1_7,),
-  "E1.8": (
-    Analysis(
-      "stages",
-      stages.measure,
-      shared.at_random(32768),
-      shared.at_random(8192),
-      model=False,
-    ),
+  "E1.4": _E1_4,
+  "E1.5": _E1_5,
+  "E1.6": _E1_6,
+  "E1.7": _E1_7,
+  "E1.8": Analysis(
+    "stages",
+    stages.measure,
+    shared.at_random(32768),
+    shared.at_random(8192),
+    model=False,
   ),
   "E1.9": (
     Analysis(

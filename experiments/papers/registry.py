@@ -13,7 +13,7 @@ PAPERS = tomllib.loads(
   pathlib.Path(__file__).with_name("experiments.toml").read_text("utf-8")
 )
 _PARTS = {
-  name: parts
+  name: parts if isinstance(parts, tuple) else (parts,)
   for module in (protokv, keydiff, compactor, ctkvr, lagkv)
   for name, parts in module.PARTS.items()
 }

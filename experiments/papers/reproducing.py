@@ -16,7 +16,7 @@ from kvjax.experiments.papers.data_model import (
   Comparison,
   Experiment,
   Key,
-  Program,
+  Part,
   Targets,
 )
 from kvjax.experiments.papers.registry import EXPERIMENTS, PAPERS
@@ -106,7 +106,7 @@ def _arguments(experiment: Experiment) -> Iterator[str]:
     yield "--hotpotqa=FILE"
 
 
-def _has_model(part: Comparison | Analysis | Program) -> bool:
+def _has_model(part: Part) -> bool:
   if isinstance(part, Analysis):
     return part.model
   return isinstance(part, Comparison) or "model" in part.takes

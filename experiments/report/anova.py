@@ -2,7 +2,6 @@
 
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 from kvjax.errors import InputError
 from kvjax.experiments.report import wording
@@ -11,12 +10,8 @@ from kvjax.experiments.report.means import Name, means
 from kvjax.experiments.report.run_files import Record
 from kvjax.experiments.run.candidates import FULL
 
-
-class Anova(NamedTuple):
-  """A one-way analysis of variance; None if no group varies."""
-
-  f: float | None
-  p: float | None
+# F and p of a one-way analysis of variance; None if no group varies.
+_Anova = tuple[float, float] | None
 
 
 def scores_of(runs: Sequence[Record]) -> dict[Name, list[float]]:
@@ -48,7 +43,7 @@ def compare(scores: Mapping[Name, Sequence[float]], margin: float) -> Table:
   full = next((x for name, x in scores.items() if name[0] == FULL), None)
   lines = []
   for name, trials in scores.items():
-    against, equal = Anova(None, None), wording.NOTHING
+    against, equal = None, wording.NOTHING
     if full is not None and name[0] != FULL:
       against = anova([full, trials])
       equal = f"{equivalence(trials, full, margin):.3g}"
@@ -75,14 +70,14 @@ def compare(scores: Mapping[Name, Sequence[float]], margin: float) -> Table:
   return Table(title, header, lines, names=2)
 
 
-def anova(groups: Sequence[Sequence[float]]) -> Anova:
-  """Computes a one-way analysis of variance."""
+def anova(groups: Sequence[Sequence[float]]) -> _Anova:
+  """Computes F and p of a one-way analysis of variance."""
   if all(max(group) == min(group) for group in groups):
-    return Anova(None, None)
+    return None
   from scipy import stats  # Takes as long to import as all of this program.
 
   found = stats.f_oneway(*groups)
-  return Anova(float(found.statistic), float(found.pvalue))
+  return float(found.statistic), float(found.pvalue)
 
 
 def equivalence(
@@ -117,7 +112,7 @@ def equivalence(
   return max(float(test.pvalue) for test in tests)
 
 
-def _formatted(found: Anova) -> list[str]:
-  if found.f is None or found.p is None:
+def _formatted(found: _Anova) -> list[str]:
+  if found is None:
     return [wording.NOTHING] * 2
-  return [f"{found.f:.2f}", f"{found.p:.3g}"]
+  return [f"{found[0]:.2f}", f"{found[1]:.3g}"]

@@ -41,8 +41,8 @@ def test_the_analysis_is_that_of_sums_of_squares(groups):
 
 
 def test_trials_that_do_not_vary_show_no_difference():
-  assert anova.anova([[1.0, 1.0], [2.0, 2.0]]) == (None, None)
-  assert anova.anova([[1.0, 1.0], [2.0, 2.5]]).p < 0.2
+  assert anova.anova([[1.0, 1.0], [2.0, 2.0]]) is None
+  assert anova.anova([[1.0, 1.0], [2.0, 2.5]])[1] < 0.2
 
 
 @pytest.mark.parametrize("margin", [0.5, 2.0, 4.0, 12.0])
