@@ -257,8 +257,7 @@ class Tuner:
         f"Line {number} of {self._log_path} is not what a run writes; remove "
         "the file."
       ) from error
-    steps: int = fields["steps"]
-    return steps
+    return fields["steps"]
 
 
 def _on_all_hosts(leaf: Array) -> Array:

@@ -96,8 +96,7 @@ def make(
     "inputs": inputs.astype(jnp.bfloat16),
     "scores": np.ascontiguousarray(np.swapaxes(logs, 1, 2).astype(np.float32)),
   }
-  content: bytes = safetensors.numpy.save(arrays)
-  return content
+  return safetensors.numpy.save(arrays)
 
 
 @contextlib.contextmanager

@@ -115,8 +115,7 @@ class Trainer:
       self._replay(json.loads(left))
       for index, layer in track(list(enumerate(self._scored)), "fitting"):
         multihost.on_first(functools.partial(self._fit, index, layer))
-    summary: dict[str, Any] = json.loads(multihost.from_first(self._finish))
-    return summary
+    return json.loads(multihost.from_first(self._finish))
 
   def _list_left(self) -> bytes:
     """Lists the texts that are left; empty if the whole run is done."""

@@ -77,6 +77,9 @@ _DTYPE = flags.DEFINE_enum(
 # The flags of programs that prefill no batches of samples.
 ALONE = ("model", "mesh", "kernels", "kernels_table", "dtype")
 
+# It takes seconds per GiB of a model's files.
+_digest = functools.cache(results.digest)
+
 
 def settings() -> results.Settings:
   """Returns what these flags say of a run, for all of its answers."""
@@ -86,12 +89,6 @@ def settings() -> results.Settings:
     dtype=dtype(),
     seed=SEED.value,
   )
-
-
-@functools.cache
-def _digest(directory: pathlib.Path) -> str:
-  """Hashes the model's files, which takes seconds per GiB, once."""
-  return results.digest(directory)
 
 
 @contextlib.contextmanager

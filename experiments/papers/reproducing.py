@@ -33,21 +33,18 @@ _MOST_LINES = 3
 _PLACES = re.compile(r"(Table|Figure)s? (\d+(?:(?:, | and )\d+)*)")
 
 
-def tables() -> str:
-  """Formats a section with a table for each paper, in Markdown."""
-  return "\n".join(map(_section, PAPERS))
-
-
 def replace_tables(page: str) -> str:
   """Returns the page with its tables as they are now.
 
   Args:
     page: text of the page, with the marks before and after the tables.
   """
-  return page_parts.replace(page, _PART, f"\n{tables()}\n")
+  sections = "\n".join(map(_section, PAPERS))
+  return page_parts.replace(page, _PART, f"\n{sections}\n")
 
 
 def _section(paper: str) -> str:
+  """Formats the table of a paper in Markdown, below its title."""
   experiments = [e for e in EXPERIMENTS.values() if e.paper == paper]
   usual = PAPERS[paper]["models"]
   rows = (_row(e, usual) for e in experiments)

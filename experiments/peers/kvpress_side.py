@@ -39,8 +39,7 @@ class CudaMemory(Memory):
 
   def peak(self) -> int:
     """Returns the peak in bytes."""
-    peak: int = torch.cuda.max_memory_allocated()
-    return peak
+    return torch.cuda.max_memory_allocated()
 
 
 class Side:
@@ -59,8 +58,7 @@ class Side:
     """The name of the GPU, or `cpu`."""
     if self._device.type == "cpu":
       return "cpu"
-    name: str = torch.cuda.get_device_name(self._device)
-    return name
+    return torch.cuda.get_device_name(self._device)
 
   def load(self, path: str, dtype: str) -> None:
     """Loads the model, and sets the dtype of all other operations."""

@@ -180,10 +180,7 @@ class Trainer:
 def _claim(seed: int, stages: Sequence[Stage]) -> dict[str, Any]:
   """Builds the record that identifies the run of a folder."""
   described = [dataclasses.asdict(stage) for stage in stages]
-  claim: dict[str, Any] = json.loads(
-    json.dumps({"seed": seed, "stages": described})
-  )
-  return claim
+  return json.loads(json.dumps({"seed": seed, "stages": described}))
 
 
 def _read_claim(path: Path) -> dict[str, Any]:

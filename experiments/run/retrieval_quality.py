@@ -115,8 +115,7 @@ def _decode(
 def _quality_of(layer: Layer | None, tokens: _Token) -> Quality | None:
   if not isinstance(layer, SparseLayer):
     return None
-  quality: Quality = hosts.read(_retrieve(layer, tokens))
-  return quality
+  return hosts.read(_retrieve(layer, tokens))
 
 
 @jax.jit

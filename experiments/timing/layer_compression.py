@@ -144,13 +144,12 @@ class Attention:
 
 @jax.jit
 def _attend(activations: Activations) -> jax.Array:
-  attended: jax.Array = prompt_attention(
+  return prompt_attention(
     activations.queries,
     activations.keys,
     activations.values,
     activations.positions,
   )
-  return attended
 
 
 def _temporary_bytes(

@@ -211,10 +211,9 @@ def offloaded(token: Token) -> Modules:
 
 def _recall(retrieval: Retrieval) -> Callable[[Token], Int[Array, "B K U"]]:
   def recall(token: Token) -> Int[Array, "B K U"]:
-    slots: Array = jax.vmap(jax.vmap(retrieval.candidates))(
+    return jax.vmap(jax.vmap(retrieval.candidates))(
       token.layer.index, token.grouped, token.store
     )
-    return slots
 
   return recall
 
