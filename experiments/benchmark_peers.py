@@ -39,6 +39,7 @@ with three rounds and 25 with --rounds=1, decode 10, and compress 5.
 
 import contextlib
 import dataclasses
+import itertools
 import os
 import pathlib
 import sys
@@ -219,15 +220,14 @@ def _cases(sizes: cases.Sizes, lengths: Sequence[int]) -> Iterator[cases.Case]:
     raise InputError(
       f"--retention takes one share for the table {table}, such as 0.25."
     )
-  share, rows = retentions[0], _ROWS.value or 1
-  if table == "prefill":
-    yield from cases.prefill_cases(sizes, methods, share, rows, lengths)
-  elif table == "decode":
-    yield from cases.decode_cases(
-      sizes, methods, share, rows, lengths, _TOKENS.value
-    )
-  else:
-    yield from cases.compress_cases(methods, share, lengths, sizes.itemsize)
+  share, rows, tokens = retentions[0], _ROWS.value or 1, _TOKENS.value
+  for length, method in itertools.product(lengths, methods):
+    if table == "prefill":
+      yield cases.prefill_case(sizes, method, share, rows, length)
+    elif table == "decode":
+      yield cases.decode_case(sizes, method, share, rows, length, tokens)
+    else:
+      yield cases.compress_case(method, share, length, sizes.itemsize)
 
 
 def _share(text: str) -> float:

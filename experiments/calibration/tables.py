@@ -69,7 +69,7 @@ def markdown(summary: Mapping[str, Any], plots: Sequence[str]) -> str:
 
 def _overview(rows: _Rows, tau: float) -> Table:
   """Builds a line per method: its record, and held-out contexts at tau."""
-  columns: dict[str, list[str]] = {}
+  lines = []
   for row in rows:
     held_out = row["held_out"]
     line = {
@@ -84,10 +84,8 @@ def _overview(rows: _Rows, tau: float) -> Table:
       "capped": _with_interval(held_out, "capped", 3),
       "NLL ratio": f"{held_out['nll_ratio']:.3f}",
     }
-    for name, text in line.items():
-      columns.setdefault(name, []).append(text)
-  lines = list(zip(*columns.values(), strict=True))
-  return Table(f"calibrations, and others at tau {tau:g}", [*columns], lines)
+    lines.append(list(line.values()))
+  return Table(f"calibrations, and others at tau {tau:g}", list(line), lines)
 
 
 def _with_interval(means: Mapping[str, Any], name: str, digits: int) -> str:

@@ -1,7 +1,7 @@
 """What is measured, and the least that it could take."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvjax.model import Geometry
@@ -89,67 +89,54 @@ class Sizes:
     )
 
 
-def prefill_cases(
-  sizes: Sizes,
-  methods: Sequence[str],
-  retention: float,
-  rows: int,
-  lengths: Sequence[int],
-) -> Iterator[Case]:
-  """Prefills that end with a compressed cache."""
-  for length in lengths:
-    for method in methods:
-      yield Case(
-        f"{method}, {length:,} tokens",
-        "prefill",
-        dict(method=method, retention=retention, rows=rows, length=length),
-        sizes.prefill(rows, length),
-      )
+def prefill_case(
+  sizes: Sizes, method: str, retention: float, rows: int, length: int
+) -> Case:
+  """A prefill that ends with a compressed cache."""
+  return Case(
+    f"{method}, {length:,} tokens",
+    "prefill",
+    dict(method=method, retention=retention, rows=rows, length=length),
+    sizes.prefill(rows, length),
+  )
 
 
-def decode_cases(
+def decode_case(
   sizes: Sizes,
-  methods: Sequence[str],
+  method: str,
   retention: float,
   rows: int,
-  lengths: Sequence[int],
+  length: int,
   new_tokens: int,
-) -> Iterator[Case]:
-  """Decoding from compressed caches."""
-  for length in lengths:
-    for method in methods:
-      kept = length * (1.0 if method == "full" else retention)
-      yield Case(
-        f"{method}, {new_tokens:,} tokens after {rows} x {length:,}",
-        "decode",
-        dict(
-          method=method,
-          retention=retention,
-          rows=rows,
-          length=length,
-          new_tokens=new_tokens,
-        ),
-        sizes.decode(rows, kept, new_tokens),
-      )
+) -> Case:
+  """Decoding from a compressed cache."""
+  kept = length * (1.0 if method == "full" else retention)
+  return Case(
+    f"{method}, {new_tokens:,} tokens after {rows} x {length:,}",
+    "decode",
+    dict(
+      method=method,
+      retention=retention,
+      rows=rows,
+      length=length,
+      new_tokens=new_tokens,
+    ),
+    sizes.decode(rows, kept, new_tokens),
+  )
 
 
-def compress_cases(
-  methods: Sequence[str],
-  retention: float,
-  lengths: Sequence[int],
-  itemsize: int,
-) -> Iterator[Case]:
+def compress_case(
+  method: str, retention: float, length: int, itemsize: int
+) -> Case:
   """Scoring and compaction of a layer whose attention has been computed."""
   token = LAYER["kv_heads"] * LAYER["dim"] * 2 * itemsize
-  for length in lengths:
-    for method in methods:
-      yield Case(
-        f"{method}, {length:,} tokens",
-        "compress",
-        dict(method=method, retention=retention, length=length, **LAYER),
-        # Keys or values that are not kept need not both be read.
-        Work(moved=token * length * (0.5 + 1.5 * retention)),
-      )
+  return Case(
+    f"{method}, {length:,} tokens",
+    "compress",
+    dict(method=method, retention=retention, length=length, **LAYER),
+    # Keys or values that are not kept need not both be read.
+    Work(moved=token * length * (0.5 + 1.5 * retention)),
+  )
 
 
 def leaderboard_case(

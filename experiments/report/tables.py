@@ -1,5 +1,6 @@
 """The tables of a run as data; `formats` formats them."""
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 
 from kvjax.experiments.benchmarks.registry import presentation
@@ -186,22 +187,12 @@ def by_set(
     [name, *(series.number(mean.tasks.get(name)) for mean in summary_means)]
     for name in sets
   ]
-  method_averages = [
+  of_methods = [
     averages(mean.tasks) if mean in comparable else {} for mean in summary_means
   ]
   lines += [
-    [
-      name,
-      *(
-        series.number(averages_of_method.get(name))
-        for averages_of_method in method_averages
-      ),
-    ]
-    for name in dict.fromkeys(
-      name
-      for averages_of_method in method_averages
-      for name in averages_of_method
-    )
+    [name, *(series.number(own.get(name)) for own in of_methods)]
+    for name in dict.fromkeys(itertools.chain(*of_methods))
   ]
   lines += [
     [

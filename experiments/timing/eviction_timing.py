@@ -139,18 +139,14 @@ def measure(
     after = _evict(lm.model, one.prepared, copied(one))
     kept.append(float(np.mean(after.lengths)))
     step(start)
-  found = stopwatch.in_turns(
+  steps, *others = stopwatch.in_turns(
     [
       *(functools.partial(step, start) for start in starts),
       *(functools.partial(evict, one) for one in full),
     ],
     progress_bar.track(range(rounds), "timing"),
   )
-  steps, decoding, times = (
-    found[0],
-    found[1 : len(starts)],
-    found[len(starts) :],
-  )
+  decoding, times = others[: len(full)], others[len(full) :]
   return steps, [
     Evicted(*of_method)
     for of_method in zip(plans, kept, times, decoding, strict=True)

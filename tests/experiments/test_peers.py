@@ -246,8 +246,8 @@ def test_decoding_reads_weights_and_caches_once_per_token(
 
 
 def test_compaction_moves_half_as_many_bytes_in_half_as_many_bits():
-  (wide,), (narrow,) = (
-    cases.compress_cases(["keydiff"], 0.25, [64], size) for size in (4, 2)
+  wide, narrow = (
+    cases.compress_case("keydiff", 0.25, 64, size) for size in (4, 2)
   )
   assert wide.work.moved == 2 * narrow.work.moved > 0
 

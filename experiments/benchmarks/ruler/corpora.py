@@ -115,23 +115,19 @@ def _corpus(path: pathlib.Path, questions: Sequence[_QuestionTexts]) -> Corpus:
         "question out."
       )
   documents = sorted(
-    {
-      text
-      for question_texts in questions
-      for text in (*question_texts.documents, *question_texts.related)
-    }
+    {text for asked in questions for text in (*asked.documents, *asked.related)}
   )
   number = {text: index for index, text in enumerate(documents)}
   return Corpus(
     tuple(documents),
     tuple(
       Question(
-        question_texts.question,
-        question_texts.answers,
-        tuple(number[text] for text in question_texts.documents),
-        tuple(number[text] for text in question_texts.related),
+        asked.question,
+        asked.answers,
+        tuple(number[text] for text in asked.documents),
+        tuple(number[text] for text in asked.related),
       )
-      for question_texts in questions
+      for asked in questions
     ),
   )
 

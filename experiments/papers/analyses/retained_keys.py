@@ -161,10 +161,8 @@ def _keys(subject: Subject, row: Sequence[int], plan: kvjax.Plan) -> _Heads:
   by_head = {}
   for number, layer in enumerate(cache.layers):
     assert isinstance(layer, LayerCache)
-    keys, valid = (
-      np.asarray(layer.keys[0], np.float64),
-      np.asarray(layer.valid[0]),
-    )
+    keys = np.asarray(layer.keys[0], np.float64)
+    valid = np.asarray(layer.valid[0])
     for head, head_keys in enumerate(keys):
       by_head[number, head] = head_keys[valid[head]]
   return by_head
