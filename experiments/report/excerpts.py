@@ -1,5 +1,6 @@
 """A few samples of a run with the answers of each method."""
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -33,12 +34,10 @@ def excerpts(record: Record) -> list[Excerpt]:
   for answer in record.answers:
     key = (answer.task, answer.length, answer.sample)
     samples.setdefault(key, []).append(answer)
-  last_rank: dict[tuple[str, int], int] = {}
-  rank: dict[tuple[str, int, int], int] = {}
-  for key in sorted(samples):
-    rank[key] = last_rank[key[:2]] = last_rank.get(key[:2], -1) + 1
-  chosen = sorted(samples, key=lambda key: (rank[key], key))[:_SAMPLES]
-  return [_excerpt(samples[key]) for key in chosen]
+  parts = itertools.groupby(sorted(samples), lambda key: key[:2])
+  in_turns = itertools.zip_longest(*(list(keys) for _, keys in parts))
+  chosen = [key for keys in in_turns for key in keys if key is not None]
+  return [_excerpt(samples[key]) for key in chosen[:_SAMPLES]]
 
 
 def _excerpt(answers: Sequence[Answer]) -> Excerpt:

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -69,24 +69,6 @@ def draw(
   )
 
 
-@runtime_checkable
-class Operation(Protocol):
-  """What can be timed at several lengths."""
-
-  def seconds(self, geometry: Geometry, activations: Activations) -> float:
-    """Runs it once; a first call compiles.
-
-    Args:
-      geometry: of a model of one layer.
-      activations: those of `draw`.
-    """
-
-  def temporary_bytes(
-    self, geometry: Geometry, length: int, dtype: str = "float32"
-  ) -> int:
-    """Bytes that its program allocates besides its arguments and results."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Compression:
   """Scoring and compaction of the layer, whose attention has been computed.
@@ -98,7 +80,12 @@ class Compression:
   plan: kvjax.Plan
 
   def seconds(self, geometry: Geometry, activations: Activations) -> float:
-    """Scores and compacts the layer; see `Operation`."""
+    """Scores and compacts the layer once; a first call compiles.
+
+    Args:
+      geometry: of a model of one layer.
+      activations: those of `draw`.
+    """
     plan, length = self.plan, activations.positions.shape[1]
     prompts = kvjax.Prompts.of([[0] * length], padded=length)
 
@@ -117,7 +104,7 @@ class Compression:
   def temporary_bytes(
     self, geometry: Geometry, length: int, dtype: str = "float32"
   ) -> int:
-    """Of scoring alone; see `Operation`."""
+    """Bytes that scoring alone allocates besides its arguments and results."""
     evaluation = Evaluation.of(self.plan)
     return _temporary_bytes(
       lambda activations: evaluate_layer(evaluation, jnp.int32(0), activations),
@@ -131,15 +118,19 @@ class Attention:
   """The layer's attention to its own prompt, which comes before its scores."""
 
   def seconds(self, geometry: Geometry, activations: Activations) -> float:
-    """Attends from every token; see `Operation`."""
+    """Attends from every token; see `Compression`."""
     jax.block_until_ready(activations)
     return stopwatch.seconds(lambda: _attend(activations))
 
   def temporary_bytes(
     self, geometry: Geometry, length: int, dtype: str = "float32"
   ) -> int:
-    """See `Operation`."""
+    """See `Compression`."""
     return _temporary_bytes(_attend, lambda: draw(geometry, length, dtype))
+
+
+# What can be timed at several lengths.
+Operation = Compression | Attention
 
 
 @jax.jit
