@@ -153,16 +153,12 @@ def setup_of(part: Comparison | Analysis, session: Session) -> Setup | None:
     setup = dataclasses.replace(setup, samples=session.samples)
   if session.tasks is not None and setup.tasks:
     setup = dataclasses.replace(setup, tasks=tuple(session.tasks))
-  if session.length is None:
-    if not setup.in_words:
-      return setup
-    count = session.lm.text.count
-    essay = session.sources.texts.essay
-    tokens = tuple(
-      passkey.length_of_words(n, count, essay) for n in setup.lengths
-    )
-    return dataclasses.replace(setup, lengths=tokens, in_words=False)
-  lengths = (session.length,)
+  lengths = setup.lengths
+  if session.length is not None:
+    lengths = (session.length,)
+  elif setup.in_words:
+    count, essay = session.lm.text.count, session.sources.texts.essay
+    lengths = tuple(passkey.length_of_words(n, count, essay) for n in lengths)
   return dataclasses.replace(setup, lengths=lengths, in_words=False)
 
 
@@ -336,13 +332,8 @@ def cells_of(
 
 def chosen(cells: Cells) -> list[Candidate]:
   """Lists the distinct candidates of all cells, the full cache first."""
-  distinct: dict[tuple[str, str], Candidate] = {}
-  for candidate in cells.values():
-    if candidate is not None:
-      distinct[candidate.method, candidate.budget] = candidate
-  return sorted(
-    distinct.values(), key=lambda candidate: candidate.method != FULL
-  )
+  distinct = {(c.method, c.budget): c for c in cells.values() if c is not None}
+  return sorted(distinct.values(), key=lambda each: each.method != FULL)
 
 
 def folder_name(name: str) -> str:

@@ -95,12 +95,10 @@ def compare(
     answer = workers[index].ask(case.operation, **arguments[index])
     return share[index] * answer.result, answer.peak
 
-  first = [call(index)[0] for index in range(len(workers))]
-  calls: list[list[tuple[float, int | None]]] = [[] for _ in workers]
-  for _ in range(rounds):
-    for index, made in enumerate(calls):
-      made.append(call(index))
-  times = list(map(_times, first, calls, devices))
+  indexes = range(len(workers))
+  first = [call(index)[0] for index in indexes]
+  calls = [[call(index) for index in indexes] for _ in range(rounds)]
+  times = list(map(_times, first, zip(*calls, strict=True), devices))
   # Last, since it takes memory.
   limits = workers[0].ask("limits").result
   return Compared(

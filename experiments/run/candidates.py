@@ -281,10 +281,7 @@ def _plan(
     given: _Planned
     if isinstance(budget, Auto):
       everything = kvjax.get_plan(
-        name,
-        kvjax.Retention(1.0),
-        schedule=WHOLE,
-        per_query_head=per_query_head,
+        name, kvjax.Retention(1.0), per_query_head=per_query_head
       )
       given = budget.of(name, everything)
     else:

@@ -61,11 +61,9 @@ def _mean(
 ) -> dict[str, float]:
   """Averages the available scores; empty if there are none."""
   available = [scores[name] for name in names if name in scores]
-  return (
-    {_label(label, names, scores): statistics.fmean(available)}
-    if available
-    else {}
-  )
+  if not available:
+    return {}
+  return {_label(label, names, scores): statistics.fmean(available)}
 
 
 def _label(
