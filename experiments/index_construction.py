@@ -72,7 +72,6 @@ _OUTPUT = flags.DEFINE_string(
   "output", "results/index_construction", "Output folder."
 )
 
-
 # Its keys take gigabytes.
 _LONGEST = 2**24
 

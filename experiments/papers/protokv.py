@@ -20,7 +20,6 @@ from kvjax.options.budgets import Retention, Tokens
 # The limit of LLaMA-3-8B; LLaMA-2-7B has 3950 and Mistral-7B 31500.
 _LIMIT = 7950
 
-
 _SCORES = {
   "ProtoKV": "protokv",
   "ProtoKV, literal": "protokv.paper",

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 from kvjax.experiments.benchmarks.longbench.sets import SETS, Category
 from kvjax.experiments.benchmarks.ruler.generator import TASKS
@@ -39,6 +39,12 @@ def of_category(*categories: Category) -> tuple[str, ...]:
 def plain(name: str, tasks: tuple[str, ...], score: str = "score") -> Average:
   """Defines the mean of all tasks."""
   return Average(name, (tasks,), score)
+
+
+# The means of LongBench's categories, without code.
+CATEGORIES = tuple(
+  plain(name, of_category(name)) for name in get_args(Category)[:-1]
+)
 
 
 def code_scores() -> tuple[Average, Average]:
