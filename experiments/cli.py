@@ -267,7 +267,8 @@ def _formatted(
 
 def _parse(argv: Sequence[str]) -> list[str]:
   if help_pages.asked(argv[1:]):
-    print(help_pages.own_page())
+    text = sys.modules["__main__"].__doc__ or ""
+    print(help_pages.page(sys.argv[0], text))
     sys.exit(0)
   try:
     # absl reads files of flags, of which one may have no end.

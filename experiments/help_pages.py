@@ -62,11 +62,6 @@ def own_flags() -> frozenset[str]:
   return frozenset(flag.name for flag in own)
 
 
-def own_page() -> str:
-  """Formats the help of the running program."""
-  return page(sys.argv[0], sys.modules["__main__"].__doc__ or "")
-
-
 def duration(text: str) -> str:
   """Returns the sentences of a program's help that say how long it takes."""
   sentences = [
