@@ -8,8 +8,7 @@ those that `make leaderboard` trains first. It takes two minutes on two cores.
 """
 
 import pathlib
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -66,18 +65,6 @@ _LINE_WIDTH = 66
 _DPI = 110
 
 
-class Map(NamedTuple):
-  """What a method keeps, or reads for the last token.
-
-  Attributes:
-    method: its name.
-    shares: of each layer's heads, those that keep or read each token.
-  """
-
-  method: str
-  shares: Float[np.ndarray, "L n"]
-
-
 def main() -> None:
   """Draws all pictures."""
   lm = pretrained.load(DEFAULT, "float32")
@@ -90,28 +77,30 @@ def main() -> None:
   results = kept(lm.model, lm.params, tokens, chosen, request)
   heads = lm.model.geometry.layers[0].kv_heads
   place = passages.find(pieces, sample.answers[0])
-  maps = iter(
-    Map(result.candidate.method, result.heads / heads) for result in results
-  )
+  shares = {each.candidate.method: each.heads / heads for each in results}
   for page, names in PAGES.items():
-    drawn = draw([next(maps) for _ in names], pieces, place)
+    drawn = draw({name: shares[name] for name in names}, pieces, place)
     outputs.write_bytes(_FOLDER / f"kept_{page}.png", png(drawn, _DPI))
 
 
 def draw(
-  maps: Sequence[Map], pieces: Sequence[str], needle: Int[np.ndarray, " t"]
+  maps: Mapping[str, Float[np.ndarray, "L n"]],
+  pieces: Sequence[str],
+  needle: Int[np.ndarray, " t"],
 ) -> Figure:
   """Draws maps of layers and tokens; below a single one, its words.
 
   Args:
-    maps: what each method keeps or reads.
+    maps: of each layer's heads, the share that keep each token, or read it for
+      the last one, by method.
     pieces: the text of each token.
     needle: numbers of the tokens to mark.
   """
   if len(maps) == 1:
     figure = figures.canvas(6.4, 3.8)
     above, below = figure.subplots(2, height_ratios=(5, 2))
-    _write_words(below, maps[0].shares.mean(axis=0), pieces, needle)
+    (shares,) = maps.values()
+    _write_words(below, shares.mean(axis=0), pieces, needle)
     places, labels = [above], (_TOKENS, _LAYERS)
   else:
     rows = -(-len(maps) // 2)
@@ -120,28 +109,27 @@ def draw(
     figures.label_sides(figure, _TOKENS, _LAYERS)
     labels = ("", "")
   images = [
-    _draw_map(axes, drawn, needle, labels)
-    for axes, drawn in zip(places, maps, strict=True)
+    _draw_map(axes, *one, needle, labels)
+    for axes, one in zip(places, maps.items(), strict=True)
   ]
   figures.color_bar(figure, images[0], places, "share of heads", pad=0.01)
   return figure
 
 
 def _draw_map(
-  axes: Axes, drawn: Map, needle: Int[np.ndarray, " t"], labels: tuple[str, str]
+  axes: Axes,
+  method: str,
+  shares: Float[np.ndarray, "L n"],
+  needle: Int[np.ndarray, " t"],
+  labels: tuple[str, str],
 ) -> AxesImage:
   """Draws a map and the lines around the needle."""
   image = axes.imshow(
-    drawn.shares,
-    aspect="auto",
-    cmap=_COLORS,
-    vmin=0,
-    vmax=1,
-    interpolation="none",
+    shares, aspect="auto", cmap=_COLORS, vmin=0, vmax=1, interpolation="none"
   )
-  figures.finish(axes, *labels, drawn.method, framed=True)
+  figures.finish(axes, *labels, method, framed=True)
   first, last = needle[0], needle[-1]
-  height = len(drawn.shares)
+  height = len(shares)
   axes.add_patch(
     Rectangle(
       (first - 1, -0.5), last - first + 2, height, fill=False, color=_NEEDLE

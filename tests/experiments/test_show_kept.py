@@ -284,8 +284,7 @@ def test_a_picture_shows_the_shares_and_marks_the_needle():
   needle = passages.find(pieces, "42")
   assert needle.tolist() == [1, 2]
   shares = np.linspace(0, 0.3, 10).reshape(2, 5)
-  drawn = pictures.Map("a $method$", shares)
-  figure = pictures.draw([drawn], pieces, needle)
+  figure = pictures.draw({"a $method$": shares}, pieces, needle)
   above, below, _ = figure.axes
   np.testing.assert_array_equal(above.images[0].get_array(), shares)
   words = {text.get_text(): text.get_color() for text in below.texts}
@@ -294,7 +293,7 @@ def test_a_picture_shows_the_shares_and_marks_the_needle():
   assert above.get_title(loc="left") == "a $method$"
   # Several methods share a picture without the words.
   names = ("a", "b", "c")
-  maps = [pictures.Map(name, shares + n) for n, name in enumerate(names)]
+  maps = {name: shares + n for n, name in enumerate(names)}
   figure = pictures.draw(maps, pieces, needle)
   for number, (axes, name) in enumerate(zip(figure.axes, names, strict=False)):
     assert axes.get_title(loc="left") == name
