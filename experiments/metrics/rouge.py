@@ -11,7 +11,7 @@ metrics.
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from kvjax.experiments.metrics import chinese
 from kvjax.experiments.metrics.libraries import library
@@ -21,19 +21,6 @@ from kvjax.experiments.metrics.libraries import library
 # Python's 1,000 stack frames, and 10 for Chinese.
 _OFFICIAL_STEPS = 990
 _OFFICIAL_STEPS_ZH = 989
-
-
-class _Common(NamedTuple):
-  """What two sentences have in common.
-
-  Attributes:
-    words: words of a longest common subsequence.
-    steps: backtracking steps; each passes a word of either sentence, or of both
-      if they are equal.
-  """
-
-  words: set[str]
-  steps: int
 
 
 def rouge_l(
@@ -52,9 +39,9 @@ def rouge_l(
   if not predicted_words or not wanted_words:
     return 0.0
   pairs = [_common(*pair) for pair in itertools.product(wanted, predicted)]
-  if most_steps is not None and max(one.steps for one in pairs) > most_steps:
+  if most_steps is not None and max(steps for _, steps in pairs) > most_steps:
     return 0.0
-  common = len(set().union(*(one.words for one in pairs)))
+  common = len(set().union(*(words for words, _ in pairs)))
   precision, recall = common / len(predicted_words), common / len(wanted_words)
   return 2 * precision * recall / (precision + recall + 1e-8)
 
@@ -103,10 +90,16 @@ def _sentences(text: str) -> list[list[str]]:
   ]
 
 
-def _common(reference: Sequence[str], prediction: Sequence[str]) -> _Common:
+def _common(
+  reference: Sequence[str], prediction: Sequence[str]
+) -> tuple[set[str], int]:
   """Finds the longest common subsequence that `rouge` finds.
 
   It backtracks from the ends and skips the prediction's word first.
+
+  Returns:
+    Its words, and the steps back, each of which passes a word of either
+    sentence, or of both if they are equal.
   """
   longest = [[0] * (len(prediction) + 1)]
   for word in reference:
@@ -128,4 +121,4 @@ def _common(reference: Sequence[str], prediction: Sequence[str]) -> _Common:
       i -= 1
     else:
       j -= 1
-  return _Common(words, steps)
+  return words, steps
