@@ -20,7 +20,7 @@ from kvjax.experiments.papers.running import Session
 from kvjax.experiments.report import formats, wording
 from kvjax.experiments.report.formats import Table
 from kvjax.experiments.report.pictures import png
-from kvjax.experiments.run import environment, outputs, sending
+from kvjax.experiments.run import children, environment, outputs, sending
 from kvjax.experiments.run.progress_bar import progress_bar
 
 # A line per cell or table, for other programs.
@@ -111,9 +111,10 @@ def call(
   )
   data: _Data = []
   for program in programs.chosen(experiment.programs, given):
-    line = shlex.join(programs.command(program, folder, given))
+    module, *arguments = programs.command(program, folder, given)
+    line = shlex.join([module, *arguments])
     report.say(f"python -m {line}")
-    programs.call(program, folder, given)
+    children.run_or_exit(module, arguments)
     data.append({"part": program.name, "command": line})
   report.conclude(experiment, folder, data)
 

@@ -1,4 +1,4 @@
-"""Runs other programs as parts of experiments."""
+"""Other programs as parts of experiments: which ones, and their commands."""
 
 import os
 import pathlib
@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 
 from kvjax.experiments.inputs import run_inputs
 from kvjax.experiments.papers.data_model import Program
-from kvjax.experiments.run import children
 from kvjax.files import read_json_if_present
 
 
@@ -59,11 +58,3 @@ def command(
     *(argument.format(**names) for argument in (*program.arguments, *scaled)),
     *model_and_user_flags,
   ]
-
-
-def call(
-  program: Program, folder: pathlib.Path, given: Mapping[str, str]
-) -> None:
-  """Runs a program; errors are those of `children.run_or_exit`."""
-  module, *arguments = command(program, folder, given)
-  children.run_or_exit(module, arguments)

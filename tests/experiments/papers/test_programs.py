@@ -37,7 +37,7 @@ def called(monkeypatch, codes):
     lines.append([module, *arguments])
     return codes.pop(0), ""
 
-  monkeypatch.setattr(programs.children, "run", run)
+  monkeypatch.setattr(execution.children, "run", run)
   return lines
 
 

@@ -11,7 +11,7 @@ import kvjax
 from kvjax.errors import InputError
 from kvjax.experiments.benchmarks.ruler import generator
 from kvjax.experiments.inputs import run_inputs
-from kvjax.experiments.papers import execution, programs, running
+from kvjax.experiments.papers import execution, running
 from kvjax.experiments.papers.analyses import prompt_lengths
 from kvjax.experiments.papers.data_model import Analysis, Experiment, Key, Setup
 from kvjax.experiments.papers.registry import EXPERIMENTS
@@ -385,7 +385,7 @@ def test_without_a_stand_in_a_part_is_left_out(
 
 def test_a_dry_run_says_which_programs_would_run(tmp_path, monkeypatch):
   monkeypatch.setattr(
-    programs.children, "run", lambda *arguments: pytest.fail("it ran")
+    execution.children, "run", lambda *arguments: pytest.fail("it ran")
   )
   console = rich.console.Console(width=200, record=True)
   execution.foresee_call(EXPERIMENTS["E3.5"], {}, tmp_path, console)
