@@ -74,6 +74,13 @@ class Evaluation(NamedTuple):
     observed = () if self.observer is None else self.observer.traits.observes
     return self.method.traits.activations.union(observed)
 
+  @property
+  def reads_queries(self) -> bool:
+    """Whether the method or the observer reads the prompt's queries."""
+    observer = self.observer
+    observed = observer is not None and observer.traits.queries
+    return self.method.traits.queries or observed
+
   def without_files(self) -> "Evaluation":
     """What compiled programs know it by, whatever its methods' files are."""
     observer = self.observer

@@ -223,14 +223,9 @@ class Plan:
     return not (moves or self.sparse is not None or traits.channels)
 
   @property
-  def reads_queries(self) -> bool:
-    """Whether what is kept of a prompt depends on its queries."""
-    later = self.while_decoding
-    methods = [self.method] if later is None else [self.method, later.method]
-    return self.sparse is not None or any(
-      method.traits.queries or method.traits.channels is not None
-      for method in methods
-    )
+  def stores_by_queries(self) -> bool:
+    """Whether the index or the channels of kept tokens depend on queries."""
+    return self.sparse is not None or self.method.traits.channels is not None
 
   def candidates(self, activations: Activations) -> Activations:
     """Repeats keys and values as the plan's caches store them."""

@@ -64,7 +64,7 @@ class Deferred:
     # Queries are most of a layer. What is remembered after a replay depends on
     # them, and so do indices and channels of what is kept.
     self._queries = any(plan.while_decoding for plan in replaying) or any(
-      plan.sparse or plan.method.traits.channels for plan in plans
+      plan.stores_by_queries for plan in plans
     )
     self._layers: dict[int, DeferredLayer] = {}
 

@@ -152,7 +152,8 @@ class _Sweep:
       The logits after each row's last token, and the likelihoods.
     """
     optional = frozenset[str]().union(*(e.activations for e in self._loaded))
-    if any(plan.reads_queries for plan in self._plans):
+    stored = any(plan.stores_by_queries for plan in self._plans)
+    if stored or any(e.reads_queries for e in self._loaded):
       optional |= {prompt_programs.QUERIES}
     layers = prompt_programs.forward_layers(
       self._model, params, self._prompts, optional
@@ -189,9 +190,12 @@ class _Sweep:
     self._latest = {**self._latest, **evaluations}
     self._add_shapes(activations, evaluations)
     bare = activations.only(())
+    lean = bare.without_queries()
     for index, builder in self._builders.items():
-      evaluated = find_evaluated(self._plans[index], evaluations)
-      builder.keep(layer, bare, evaluated)
+      plan = self._plans[index]
+      evaluated = find_evaluated(plan, evaluations)
+      kept = bare if plan.stores_by_queries else lean
+      builder.keep(layer, kept, evaluated)
     # Scores are computed, so optional activations are no longer needed.
     self._deferred.add(layer, activations, later, evaluations)
 
