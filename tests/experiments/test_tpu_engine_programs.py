@@ -192,7 +192,9 @@ def test_a_prefill_holds_no_more_for_more_layers():
     assert outcome.fault is None
     found.append(outcome.footprint)
   shallow, deep = found
-  assert deep.temporary < 1.01 * shallow.temporary
+  # A layer that were held would have its keys at least.
+  keys = 2 * use.tokens * 128
+  assert deep.temporary - shallow.temporary < keys / 2
   assert 1.8 < deep.results / shallow.results < 2
   assert "splash_mha_fwd_no_residuals" in deep.kernels
 
