@@ -48,7 +48,7 @@ class Activations:
 
   Attributes:
     queries: rotated queries; query head j reads KV head j // G. Q is S, or 0
-      once they are dropped.
+      where nobody reads them (`Traits.queries`) or once they are dropped.
     keys: rotated keys, as the cache stores them.
     values: values.
     positions: position of each token in its row; -1 for padding.

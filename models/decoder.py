@@ -168,7 +168,7 @@ class Attention(nnx.Module):
 
   def _heads(self, x: Float[Array, "B S W"]) -> Float[Array, "B H S D"]:
     batch, length, _ = x.shape
-    # Of a lone row, XLA copies weights only if the layout is set (tpu7x).
+    # With a layout set, XLA for tpu7x would copy weights for a lone row, too.
     if length == 1 < batch:
       x = row_major(x)
     split = x.reshape(batch, length, -1, self.config.head_dim)

@@ -43,7 +43,9 @@ def plain(name: str, tasks: tuple[str, ...], score: str = "score") -> Average:
 
 # The means of LongBench's categories, without code.
 CATEGORIES = tuple(
-  plain(name, of_category(name)) for name in get_args(Category)[:-1]
+  plain(name, of_category(name))
+  for name in get_args(Category)
+  if name != "code"
 )
 
 

@@ -218,9 +218,8 @@ class Plan:
   @property
   def pageable(self) -> bool:
     """Whether pages can hold its caches, since nothing moves tokens later."""
-    traits = self.method.traits
-    moves = self.while_decoding is not None or traits.renumbers
-    return not (moves or self.sparse is not None or traits.channels)
+    moves = self.while_decoding is not None or self.method.traits.renumbers
+    return not (moves or self.stores_by_queries)
 
   @property
   def stores_by_queries(self) -> bool:

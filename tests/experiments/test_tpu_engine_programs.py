@@ -194,7 +194,7 @@ def test_a_prefill_holds_no_more_for_more_layers():
   shallow, deep = found
   # A layer that were held would have its keys at least.
   keys = 2 * use.tokens * 128
-  assert deep.temporary - shallow.temporary < keys / 2
+  assert deep.temporary - shallow.temporary < keys / 4
   assert 1.8 < deep.results / shallow.results < 2
   assert "splash_mha_fwd_no_residuals" in deep.kernels
 

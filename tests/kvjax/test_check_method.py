@@ -45,23 +45,6 @@ class Undeclared(ScoringMethod):
 
 
 @dataclasses.dataclass(frozen=True)
-class Denied(HeadwiseMethod):
-  """Says that it reads no queries, and scores by their sum or their last."""
-
-  last: bool = False
-
-  @property
-  def traits(self):
-    return Traits(queries=False, whole_prompts_only="it reads all queries")
-
-  def score_head(self, head):
-    queries = head.queries.astype("float32").sum(0)
-    queries = jnp.where(head.query_positions[:, None] >= 0, queries, 0.0)
-    query = queries[-1] if self.last else queries.sum(0)
-    return head.keys @ query
-
-
-@dataclasses.dataclass(frozen=True)
 class Silent(ScoringMethod):
   def scores(self, layer, cache, activations):
     keys = jnp.where(
@@ -240,8 +223,6 @@ WRONG = {
     "activations.keys_unrotated and activations.inputs .*"
     r'activations=frozenset\({"inputs", "keys_unrotated"}\)',
   ),
-  "denies its queries": (Denied(), "reads the prompt's queries, and its"),
-  "denies its last query": (Denied(last=True), "say queries=False"),
   "declares a half of it": (HalfSilent(), "activations.keys_unrotated without"),
   "narrow scores": (Narrow(), "float32.*bfloat16"),
   "the layer's number": (Python(), "not known then.*TracerBool"),
