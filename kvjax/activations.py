@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 
+from kvjax.cache.row_ends import row_ends
 from kvjax.errors import InputError
 from kvjax.kernels.attention.options import PLAIN, AttentionOptions
 from kvjax.struct import static, struct
@@ -47,8 +48,9 @@ class Activations:
   (`Traits.activations`). Otherwise they are None and are not computed.
 
   Attributes:
-    queries: rotated queries; query head j reads KV head j // G. Q is S, or 0
-      where nobody reads them (`Traits.queries`) or once they are dropped.
+    queries: rotated queries; query head j reads KV head j // G. Of whole
+      prompts, they are the last Q of each row if nobody reads the others
+      (`Traits.queries`); else Q is S.
     keys: rotated keys, as the cache stores them.
     values: values.
     positions: position of each token in its row; -1 for padding.
@@ -101,13 +103,26 @@ class Activations:
     """Whether an activation that may be None is there."""
     return vars(self)[name] is not None
 
-  def without_queries(self) -> "Activations":
-    """Drops the queries, which are most of the memory."""
-    if not self.queries.shape[2]:
+  @property
+  def query_positions(self) -> Int[Array, "B Q"]:
+    """Positions of the queries; -1 for padding."""
+    _, positions = row_ends((), self.positions, self.queries.shape[2])
+    return positions
+
+  def with_queries(self, count: int | None) -> "Activations":
+    """Drops all but the last queries of each row, which are most of the memory.
+
+    Args:
+      count: number of queries that are left, at most; None for all.
+    """
+    if count is None or count >= self.queries.shape[2]:
       return self
-    # An index would take four times as long, in every layer.
-    none = jax.lax.slice_in_dim(self.queries, 0, 0, axis=2)
-    return dataclasses.replace(self, queries=none)
+    if count:
+      queries, _ = row_ends(self.queries, self.query_positions, count)
+    else:
+      # An index would take four times as long, in every layer.
+      queries = jax.lax.slice_in_dim(self.queries, 0, 0, axis=2)
+    return dataclasses.replace(self, queries=queries)
 
   def with_kv_heads(self, count: int) -> "Activations":
     """Repeats keys and values for `count` KV heads."""

@@ -11,8 +11,7 @@ def heads_of(cache: LayerCache, activations: Activations) -> Head:
   """Returns all heads of a layer as one tree with leading axes B and K."""
   batch, _, length, _ = activations.queries.shape
   kv_heads = cache.positions.shape[1]
-  # None where the queries have been dropped.
-  query_positions = activations.positions[:, None, :length]
+  query_positions = activations.query_positions[:, None]
   return Head(
     cached_keys=cache.keys,
     cached_values=cache.values,

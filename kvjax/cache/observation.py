@@ -42,9 +42,9 @@ class ObservationWindow:
     """Appends a block, whose padding is at its end."""
     width = self.positions.shape[1]
     # No more than W of them can be among the last.
-    size = min(width, activations.positions.shape[1])
+    size = min(width, activations.queries.shape[2])
     queries, positions = row_ends(
-      activations.queries, activations.positions, size
+      activations.queries, activations.query_positions, size
     )
     # Real queries are contiguous: they end the window and begin the block.
     start = jnp.sum(positions >= 0, axis=1, dtype=jnp.int32)

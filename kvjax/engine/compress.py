@@ -32,6 +32,7 @@ from kvjax.engine.rerotation import (
 )
 from kvjax.errors import blamed_on
 from kvjax.methods.base import Method
+from kvjax.methods.traits import most_queries
 from kvjax.model import Model
 from kvjax.struct import struct
 
@@ -75,11 +76,10 @@ class Evaluation(NamedTuple):
     return self.method.traits.activations.union(observed)
 
   @property
-  def reads_queries(self) -> bool:
-    """Whether the method or the observer reads the prompt's queries."""
-    observer = self.observer
-    observed = observer is not None and observer.traits.queries
-    return self.method.traits.queries or observed
+  def queries(self) -> int | None:
+    """How many last queries the method or the observer reads; None for all."""
+    observed = 0 if self.observer is None else self.observer.traits.queries
+    return most_queries((self.method.traits.queries, observed))
 
   def without_files(self) -> "Evaluation":
     """What compiled programs know it by, whatever its methods' files are."""

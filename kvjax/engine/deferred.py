@@ -80,7 +80,7 @@ class Deferred:
       return
     activations = activations.only(self._names)
     if not self._queries:
-      activations = activations.without_queries()
+      activations = activations.with_queries(0)
     self._layers[layer] = DeferredLayer(activations, requests, evaluations)
 
   def replay(

@@ -117,8 +117,8 @@ def evaluate_all(
       continue
     known_as, weights, observer_weights = loaded[evaluation]
     seen = activations.only(evaluation.activations)
-    if not evaluation.reads_queries:
-      seen = seen.without_queries()
+    if evaluation.queries == 0:
+      seen = seen.with_queries(0)
     if weights is not None:
       evaluation.method.check_activations(seen)
     if observer is not None and observer_weights is not None:

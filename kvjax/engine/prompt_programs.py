@@ -14,15 +14,13 @@ from jaxtyping import Array, Float, Int, PyTree
 from kvjax.activations import Activations
 from kvjax.cache.sharding import shard_activations, shard_residual, shard_tokens
 from kvjax.calibration.features import TAIL
-from kvjax.engine.by_row import Axes, by_row, map_rows, row_axes
+from kvjax.engine.by_row import by_row, map_rows, runs_by_row
 from kvjax.engine.forward import attend_to_prompt, block_positions
 from kvjax.engine.likelihood import prompt_and_tail_nll
 from kvjax.engine.model_layers import index_layer, layer_stacks, run_block
 from kvjax.model import LayerSpec, Model
 from kvjax.prompts import Prompts
-
-# Asks a pass for the prompt's queries, which are most of its activations.
-QUERIES = "queries"
+from kvjax.struct import replace, struct
 
 
 @functools.partial(jax.jit, static_argnames=("length",))
@@ -47,19 +45,35 @@ def embed(
     params: the weights.
     tokens: the tokens.
     positions: their positions.
-    apart: whether to embed them row by row.
+    apart: whether to embed them row by row, without what layers share.
   """
-  hidden, shared = model.embed(params, tokens, positions)
   if apart:
     hidden = map_rows(
       lambda rows: shard_residual(model.embed(params, *rows)[0]),
       (tokens, positions),
     )
+    return shard_residual(hidden), None
+  hidden, shared = model.embed(params, tokens, positions)
   return shard_residual(hidden), shard_tokens(shared, tokens.shape)
 
 
+@struct
+class Apart:
+  """In place of what layers share, what each row's part is computed from.
+
+  Cosines and sines of all rows would take as much memory as their keys.
+
+  Attributes:
+    params: the weights.
+    tokens: the tokens.
+  """
+
+  params: PyTree[Array]
+  tokens: Int[Array, "B S"]
+
+
 @functools.partial(
-  jax.jit, static_argnames=("model", "how", "axes"), donate_argnames=("hidden",)
+  jax.jit, static_argnames=("model", "how"), donate_argnames=("hidden",)
 )
 def forward_layer(
   stack: PyTree,
@@ -69,8 +83,7 @@ def forward_layer(
   positions: Int[Array, "B S"],
   *,
   model: Model,
-  how: tuple[LayerSpec, Collection[str]],
-  axes: Axes | None = None,
+  how: tuple[LayerSpec, Collection[str], int | None],
 ) -> tuple[Float[Array, "B S E"], Activations | None]:
   """Runs a layer over whole prompts.
 
@@ -78,28 +91,33 @@ def forward_layer(
     stack: stack of weights that contains the layer.
     index: index of the layer in the stack.
     hidden: hidden states after the previous layer; donated.
-    shared: arrays that all layers share.
+    shared: arrays that all layers share; `Apart` to run row by row.
     positions: positions of the tokens.
     model: the functions.
-    how: the layer's spec, and the activations to return besides keys and
-      values: those of `kvjax.activations.OPTIONAL`, and `QUERIES`.
-    axes: axes of rows of shared arrays to run row by row; None to run together.
+    how: the layer's spec; the activations to return besides keys, values and
+      queries, of those in `kvjax.activations.OPTIONAL`; and the number of last
+      queries to return, None for all.
 
   Returns:
     The hidden states, and the activations; None if the layer has no cache.
   """
-  spec, optional = how
+  spec, optional, queries = how
 
   def attend(
     activations: Activations,
   ) -> tuple[Float[Array, "B N S Dv"], Activations]:
     activations = shard_activations(activations)
-    output = attend_to_prompt(activations)
     # XLA drops the activations that are no outputs.
-    activations = activations.only(optional)
-    if QUERIES not in optional:
-      activations = activations.without_queries()
-    return output, activations
+    kept = activations.only(optional).with_queries(queries)
+    if 0 < kept.queries.shape[2] < activations.queries.shape[2]:
+      # XLA for TPUs would take the last queries after the attention, and hold
+      # all of them until then.
+      every, last = jax.lax.optimization_barrier(
+        (activations.queries, kept.queries)
+      )
+      activations = replace(activations, queries=every)
+      kept = replace(kept, queries=last)
+    return attend_to_prompt(activations), kept
 
   def run(
     index: Int[Array, ""],
@@ -113,8 +131,21 @@ def forward_layer(
     )
     return shard_residual(hidden), activations if spec.cache else None
 
-  run_all = run if axes is None else by_row(run, axes)
-  return run_all(jnp.asarray(index), hidden, shared, positions)
+  index = jnp.asarray(index)
+  if not isinstance(shared, Apart):
+    return run(index, hidden, shared, positions)
+  params = shared.params
+
+  def run_rows(
+    index: Int[Array, ""],
+    hidden: Float[Array, "R S E"],
+    tokens: Int[Array, "R S"],
+    positions: Int[Array, "R S"],
+  ) -> tuple[Float[Array, "R S E"], Activations | None]:
+    own = model.embed(params, tokens, positions)[1]
+    return run(index, hidden, own, positions)
+
+  return by_row(run_rows)(index, hidden, shared.tokens, positions)
 
 
 # Donates nothing.
@@ -141,7 +172,11 @@ def _is_run_again(weight: Any) -> bool:
 
 
 def forward_layers(
-  model: Model, params: PyTree, prompts: Prompts, optional: Collection[str]
+  model: Model,
+  params: PyTree,
+  prompts: Prompts,
+  optional: Collection[str],
+  queries: int | None = 0,
 ) -> Iterator[tuple[Float[Array, "B S E"], Activations | None]]:
   """Runs whole prompts through the layers, one after another.
 
@@ -149,7 +184,8 @@ def forward_layers(
     model: the functions.
     params: the weights.
     prompts: the prompts.
-    optional: the activations to yield besides keys and values.
+    optional: the activations to yield besides keys, values and queries.
+    queries: number of last queries of each row to yield; None for all.
 
   Yields:
     The hidden states after each layer, which the next one may donate, and its
@@ -160,9 +196,10 @@ def forward_layers(
   places = positions(lengths, tokens.shape[1])
   kept = needs_states_again(params)
   # Of rows alone, a gradient would need a copy of the weights for each.
-  axes = None if kept else row_axes(model, params, tokens, places)
-  apart = axes is not None
+  apart = not kept and runs_by_row(tokens)
   hidden, shared = embed(model, params, tokens, places, apart=apart)
+  if apart:
+    shared = Apart(params, tokens)
   weights = layer_stacks(model, params)
   run = _forward_layer_kept if kept else forward_layer
   for layer, spec in enumerate(geometry.layers):
@@ -173,8 +210,7 @@ def forward_layers(
       shared,
       places,
       model=model,
-      how=(spec, frozenset(optional)),
-      axes=axes,
+      how=(spec, frozenset(optional), queries),
     )
     yield hidden, activations
 

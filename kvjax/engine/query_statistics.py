@@ -154,7 +154,7 @@ def _measure(
   """Yields the moments and the drawn queries of every layer that attends."""
   prompts = Prompts.of([list(row)])
   layers = prompt_programs.forward_layers(
-    model, params, prompts, {"rerotate", prompt_programs.QUERIES}
+    model, params, prompts, {"rerotate"}, queries=None
   )
   for layer, (_, activations) in enumerate(layers):
     if activations is not None:

@@ -53,7 +53,7 @@ def replay_targets(
   for layer, (_, activations) in enumerate(layers):
     if activations is None:
       continue
-    seen[layer] = activations.only(()).without_queries()
+    seen[layer] = activations.only(()).with_queries(0)
     if geometry.layers[layer].compressible:
       assert activations.inputs is not None
       inputs[layer] = activations.inputs

@@ -34,10 +34,13 @@ from kvjax.engine.preparing import prepare, prepare_calibrated
 from kvjax.engine.shared_budgets import HeadCounts
 from kvjax.engine.thresholds import must_keep
 from kvjax.hosts import read
+from kvjax.methods.traits import most_queries
 from kvjax.model import Model
 from kvjax.options.budgets import Threshold
 from kvjax.prompts import Prompts
 
+# Methods that read up to as many last queries share the programs of layers.
+_QUERIES = 64
 # What each retention of the grid recites, for plans that depend on it.
 _Recitals = Sequence[Float[np.ndarray, "B R"] | None]
 # r* of each row for plans with a `Calibrated` budget, None for other plans.
@@ -152,11 +155,8 @@ class _Sweep:
       The logits after each row's last token, and the likelihoods.
     """
     optional = frozenset[str]().union(*(e.activations for e in self._loaded))
-    stored = any(plan.stores_by_queries for plan in self._plans)
-    if stored or any(e.reads_queries for e in self._loaded):
-      optional |= {prompt_programs.QUERIES}
     layers = prompt_programs.forward_layers(
-      self._model, params, self._prompts, optional
+      self._model, params, self._prompts, optional, self._queries()
     )
     # The next layer donates `hidden`: these states are gone after that.
     for layer, (hidden, activations) in enumerate(layers):
@@ -171,6 +171,13 @@ class _Sweep:
       model=self._model,
       measured=self._requested.likelihood,
     )
+
+  def _queries(self) -> int | None:
+    """How many last queries of the prompts are read; None for all."""
+    if any(plan.stores_by_queries for plan in self._plans):
+      return None
+    most = most_queries([evaluation.queries for evaluation in self._loaded])
+    return None if most is None else -(-most // _QUERIES) * _QUERIES
 
   def _compress(self, layer: int, activations: Activations) -> None:
     """Evaluates a layer, keeps what is selected, and stores what waits."""
@@ -190,7 +197,7 @@ class _Sweep:
     self._latest = {**self._latest, **evaluations}
     self._add_shapes(activations, evaluations)
     bare = activations.only(())
-    lean = bare.without_queries()
+    lean = bare.with_queries(0)
     for index, builder in self._builders.items():
       plan = self._plans[index]
       evaluated = find_evaluated(plan, evaluations)

@@ -66,9 +66,10 @@ class Chunked(Using):
   def traits(self) -> Traits:
     """Those of the method, for whole prompts."""
     traits = self.over.traits.once("its chunks are those of a whole prompt")
-    # All of a prompt's activations are cut into chunks, its queries too.
     even = "every chunk has its own share"
-    return dataclasses.replace(traits, even=even, queries=True)
+    # The last queries of a chunk are anywhere in the prompt.
+    queries = None if traits.queries else traits.queries
+    return dataclasses.replace(traits, even=even, queries=queries)
 
   @property
   def allocation(self) -> PerChunk:
@@ -140,10 +141,15 @@ class Chunked(Using):
     }
     if inputs is not None:
       parts["inputs"] = self._split(inputs[:, None])[:, 0]
+    queries, keys = activations.queries, self._split(activations.keys)
+    if queries.shape[2]:
+      queries = self._split(queries)
+    else:
+      queries = jnp.zeros((len(keys), *queries.shape[1:]), queries.dtype)
     return dataclasses.replace(
       activations,
-      queries=self._split(activations.queries),
-      keys=self._split(activations.keys),
+      queries=queries,
+      keys=keys,
       values=self._split(activations.values),
       positions=self._positions(activations.positions[:, None])[:, 0],
       **parts,

@@ -56,6 +56,7 @@ class ChunkKV(Method):
       whole_prompts_only="its chunks are those of a whole prompt",
       coarse="it keeps whole chunks",
       window=self.window,
+      queries=self.window,
       protects=self.window,
       reuse=self.layer_reuse,
       joins_heads=self.scope == "layer",

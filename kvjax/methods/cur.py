@@ -52,7 +52,7 @@ class Cur(HeadwiseMethod):
       weighs=self.leverage == "key",
       sinks=self.sinks,
       stochastic=self.sketch > 0,
-      queries=False,
+      queries=0,
     )
 
   def score_head(self, head: Head) -> Float[Array, " T"]:

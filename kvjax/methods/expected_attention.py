@@ -68,7 +68,7 @@ class ExpectedAttention(ScoringMethod):
       whole_prompts_only="it looks ahead from the end of a whole prompt",
       weighs=not self.value_norm,
       sinks=self.sinks,
-      queries=not self.statistics,
+      queries=0 if self.statistics else None,
       activations=frozenset({"rerotate"}),
     )
 

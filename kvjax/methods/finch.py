@@ -52,6 +52,7 @@ class Finch(Method):
     """It needs the question, which ends a whole prompt."""
     return Traits(
       whole_prompts_only="the question is at the end of a whole prompt",
+      queries=self.window,
       protects=0 if self.chunk else self.window,
       even="every chunk has its own share" if self.chunk else "",
     )

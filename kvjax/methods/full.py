@@ -18,7 +18,7 @@ class FullKV(ScoringMethod):
   @property
   def traits(self) -> Traits:
     """It keeps everything, so there is no budget to spread."""
-    return Traits(keeps_all=True, even="it keeps everything", queries=False)
+    return Traits(keeps_all=True, even="it keeps everything", queries=0)
 
   def scores(
     self, layer: Int[Array, ""], cache: LayerCache, activations: Activations

@@ -138,7 +138,7 @@ class GatedMethod(ScoringMethod):
     inputs = frozenset({"inputs"})
     return Traits(
       whole_prompts_only="" if self.level == "head" else shared,
-      queries=False,
+      queries=0,
       activations=inputs,
       observes=inputs,
       score_range=self.score_range,

@@ -32,7 +32,7 @@ class KeyL2Norm(HeadwiseMethod):
   def traits(self) -> Traits:
     """Skipped layers keep everything and have no share of the budget."""
     even = "it leaves layers whole" if self.skip_layers else ""
-    return Traits(keeps_layers=self.skip_layers, even=even, queries=False)
+    return Traits(keeps_layers=self.skip_layers, even=even, queries=0)
 
   def score_head(self, head: Head) -> Float[Array, " T"]:
     """Scores keys by their negative norm."""

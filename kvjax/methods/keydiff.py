@@ -52,7 +52,7 @@ class KeyDiff(HeadwiseMethod):
   @property
   def traits(self) -> Traits:
     """It reads keys alone."""
-    return Traits(queries=False)
+    return Traits(queries=0)
 
   def score_head(self, head: Head) -> Float[Array, " T"]:
     """Computes the dissimilarity of every key to the anchor."""

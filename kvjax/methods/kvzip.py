@@ -82,7 +82,7 @@ class KVzip(ScoringMethod):
         self.chunk, self.overlap, self.sinks, self.weight, self.divisor
       ),
       sinks=self.sinks,
-      queries=False,
+      queries=0,
       score_range=(0.0, 1.0 if bounded else math.inf),
     )
 

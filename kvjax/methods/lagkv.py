@@ -101,7 +101,7 @@ class LagKV(Method):
       # The law keeps them besides the budget.
       sinks=self.sinks if self.mode == "kvpress" else 0,
       keeps_layers=self.skip_layers,
-      queries=False,
+      queries=0,
     )
 
   @property

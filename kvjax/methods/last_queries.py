@@ -31,14 +31,19 @@ def window_queries(
   if stored is not None and stored.positions.shape[1] >= window:
     first = stored.positions.shape[1] - window
     return stored.queries[:, :, first:], stored.positions[:, first:]
-  length = activations.positions.shape[1]
+  length, held = activations.positions.shape[1], activations.queries.shape[2]
   if stored is not None or not length:
     raise InputError(
       f"A method that reads the last {window} queries must declare them as "
       f"Traits(window={window}) to evict in blocks or while decoding."
     )
   size = min(window, length)
-  return row_ends(activations.queries, activations.positions, size)
+  if held < size:
+    raise InputError(
+      f"A method that reads the last {window} queries must declare them as "
+      f"Traits(queries={window}); {held} of this prompt's are left."
+    )
+  return row_ends(activations.queries, activations.query_positions, size)
 
 
 def window_mass(

@@ -53,7 +53,7 @@ class LeverageScores(ScoringMethod):
     return Traits(
       whole_prompts_only="its leverage is that of a whole prompt",
       stochastic=self.sketch != "none",
-      queries=False,
+      queries=0,
       activations=frozenset({"keys_unrotated"}),
     )
 

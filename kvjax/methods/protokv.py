@@ -139,6 +139,7 @@ class ProtoKV(Method):
       whole_prompts_only="its clusters are those of a whole prompt",
       coarse="it keeps whole clusters" if self.cut in ("skip", "none") else "",
       window=self.window,
+      queries=self.window,
       protects=self.window,
       stochastic=True,
     )

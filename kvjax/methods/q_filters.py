@@ -54,7 +54,7 @@ class QFilters(ScoringMethod):
     return Traits(
       whole_prompts_only="" if self.filters else reason,
       protects=self.recent,
-      queries=not self.filters,
+      queries=0 if self.filters else None,
     )
 
   def check_model(self, geometry: Geometry) -> None:

@@ -29,7 +29,7 @@ class Random(ScoringMethod):
   @property
   def traits(self) -> Traits:
     """Its selection is random."""
-    return Traits(stochastic=True, queries=False)
+    return Traits(stochastic=True, queries=0)
 
   def scores(
     self, layer: Int[Array, ""], cache: LayerCache, activations: Activations

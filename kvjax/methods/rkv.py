@@ -79,7 +79,7 @@ class RKV(ScoringMethod):
   @property
   def traits(self) -> Traits:
     """It reads the last W queries and keeps their tokens."""
-    return Traits(window=self.window, protects=self.window)
+    return Traits(window=self.window, queries=self.window, protects=self.window)
 
   def scores(
     self, layer: Int[Array, ""], cache: LayerCache, activations: Activations

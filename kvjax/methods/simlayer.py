@@ -49,6 +49,7 @@ class SimLayer(ScoringMethod):
     """Its layers share a budget once, and it keeps the recent tokens."""
     return Traits(
       whole_prompts_only="its layers share a budget once, after the prompt",
+      queries=self.window,
       protects=self.recent - self.window,
       score_range=(0.0, 1.0),
     )

@@ -67,6 +67,7 @@ class SnapKV(ScoringMethod):
     moves = self.queries_at == "last"
     return Traits(
       window=self.window,
+      queries=self.window,
       protects=self.window,
       sinks=self.sinks,
       weighs=self.keep == "most" and not self.paper_postproc,

@@ -40,14 +40,10 @@ class StreamingLLM(HeadwiseMethod):
   def traits(self) -> Traits:
     """With `rerotate`, all heads must keep the same number of tokens."""
     if not self.rerotate:
-      return Traits(positional=True, sinks=self.sinks, queries=False)
+      return Traits(positional=True, sinks=self.sinks, queries=0)
     even = "with rerotate the next token follows the last that is kept"
     return Traits(
-      renumbers=True,
-      positional=True,
-      sinks=self.sinks,
-      even=even,
-      queries=False,
+      renumbers=True, positional=True, sinks=self.sinks, even=even, queries=0
     )
 
   def score_head(self, head: Head) -> Float[Array, " T"]:

@@ -35,7 +35,9 @@ class Tova(ScoringMethod):
   @property
   def traits(self) -> Traits:
     """It needs the last query; `scope` says whether heads keep the same."""
-    return Traits(window=1, weighs=True, joins_heads=self.scope == "layer")
+    return Traits(
+      window=1, queries=1, weighs=True, joins_heads=self.scope == "layer"
+    )
 
   def scores(
     self, layer: Int[Array, ""], cache: LayerCache, activations: Activations

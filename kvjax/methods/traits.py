@@ -1,6 +1,7 @@
 """Declarations of what a method requires and does not support."""
 
 import dataclasses
+from collections.abc import Collection
 from typing import Any
 
 from kvjax.activations import OPTIONAL
@@ -40,8 +41,8 @@ class Traits:
       all of them together.
     joins_layers: whether all layers keep the same tokens, which are selected
       once, by what `Method.join` makes of the scores of all layers.
-    queries: whether scores depend on the prompt's queries, be it the last ones
-      only. If not, a prefill of whole prompts does not hold them.
+    queries: number of the prompt's last queries that scores depend on; None for
+      all of them. A prefill of whole prompts does not hold the others.
     activations: those of `kvjax.activations.OPTIONAL` that scores depend on.
     observes: those of `activations` that only `Method.observe` reads where
       tokens are evicted between blocks and while decoding; later evictions do
@@ -68,7 +69,7 @@ class Traits:
   reuse: int = 1
   joins_heads: bool = False
   joins_layers: bool = False
-  queries: bool = True
+  queries: int | None = None
   activations: frozenset[str] = frozenset()
   observes: frozenset[str] = frozenset()
   replay: Replay | None = None
@@ -80,6 +81,7 @@ class Traits:
     check_count("protects of a method's traits", self.protects, 0)
     check_count("sinks of a method's traits", self.sinks, 0)
     check_count("reuse of a method's traits", self.reuse)
+    self._check_queries()
     # A set or a list would make the traits unhashable.
     kinds = (
       ("activations", frozenset),
@@ -104,6 +106,17 @@ class Traits:
       raise InputError(
         "What a method observes is among the activations of its traits; "
         f"{', '.join(undeclared)} is not."
+      )
+
+  def _check_queries(self) -> None:
+    if self.queries is None:
+      return
+    check_count("queries of a method's traits", self.queries, 0)
+    if self.queries < self.window:
+      raise InputError(
+        f"A window of {self.window} queries is part of the queries that a "
+        f"method reads: queries of its traits must be {self.window} or more, "
+        f"or None for all; {self.queries} is not."
       )
 
   @property
@@ -135,3 +148,9 @@ class Traits:
   def source_layer(self, layer: int) -> int:
     """The layer whose selection a layer copies; itself if it copies none."""
     return layer - layer % self.reuse
+
+
+def most_queries(counts: Collection[int | None]) -> int | None:
+  """The most of several numbers of last queries, of which None is all."""
+  known = [count for count in counts if count is not None]
+  return max(known, default=0) if len(known) == len(counts) else None

@@ -89,7 +89,7 @@ class TriAttention(Method):
       protects=self.recent,
       joins_heads=self.choice == "model",
       joins_layers=self.choice != "layer_head",
-      queries=not self.statistics,
+      queries=0 if self.statistics else None,
       activations=frozenset({"rerotate"}),
     )
 

@@ -71,8 +71,7 @@ def _choose(
 ) -> Int[Array, "B K M"]:
   """Selects slots of a prompt as the engine does."""
   activations = activations.only(method.traits.activations)
-  if not method.traits.queries:
-    activations = activations.without_queries()
+  activations = activations.with_queries(method.traits.queries)
   cache = LayerCache.of(activations)
   spread = method.allocation
   with jax.default_matmul_precision("highest"):
@@ -137,8 +136,9 @@ def _check_evaluation(subject: Subject) -> None:
 
 
 def _check_queries(subject: Subject) -> None:
-  """Refuses a method that reads queries although its traits deny it."""
-  if subject.traits.queries:
+  """Refuses a method that reads more queries than its traits say."""
+  count = subject.traits.queries
+  if count is None:
     return
   one = subject.activations().only(subject.traits.activations)
 
@@ -149,11 +149,12 @@ def _check_queries(subject: Subject) -> None:
     return subject.spread.evaluate(subject.method, layer, cache, activations)
 
   wrong = (
-    f"{subject.name} reads the prompt's queries, and its traits say "
-    "queries=False, for which a prefill drops them; leave that out."
+    f"{subject.name} reads more of the prompt's queries than its traits say, "
+    f"queries={count}: a prefill drops all but the last {count}; raise that, "
+    "or leave it out."
   )
   try:
-    found = evaluate(one.without_queries())
+    found = evaluate(one.with_queries(count))
   except Exception as error:
     raise InputError(wrong) from error
   pairs = zip(

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.engine import prompt_programs
-from kvjax.engine.prompt_programs import QUERIES
+from kvjax.cache.layers import LayerCache
+from kvjax.engine import prompt_programs, sweeping
 from kvjax.methods import HeadwiseMethod, Traits
+from kvjax.methods.last_queries import window_queries
 from kvjax.registry.registry import METHODS
-from kvjax.testing import TinyModel, check_method
+from kvjax.testing import TinyModel, check_method, random_activations
 
 MODEL = TinyModel()
 PARAMS = MODEL.init()
@@ -26,46 +27,58 @@ def plan_of(name):
 
 
 # The files of gates have models of their own.
-BLIND = [
+SOME = [
   name
   for name in METHODS
   if name not in ("kvzap", "fast_kvzip")
-  and not plan_of(name).method.traits.queries
+  and plan_of(name).method.traits.queries is not None
 ]
 LATER = kvjax.get_plan("snapkv:window=4", 12, schedule=kvjax.Schedule(every=4))
+# How many queries a prefill holds, of rows of 40 tokens.
 PLANS = {
-  "keydiff": (False, [plan_of("keydiff")]),
-  "full": (False, [plan_of("full")]),
-  "a replay": (False, [plan_of("kvzip:chunk=16:overlap=4")]),
-  "snapkv": (True, [plan_of("snapkv:window=4")]),
-  "one of two": (True, [plan_of("keydiff"), plan_of("tova")]),
-  "while decoding": (True, [kvjax.get_plan("keydiff", 12, decoding=LATER)]),
-  "an index": (True, [kvjax.get_plan("quest", 0.25)]),
-  "channels": (True, [plan_of("think/keydiff")]),
-  "chunks": (True, [plan_of("chunked/keydiff:length=8")]),
+  "keydiff": (0, [plan_of("keydiff")]),
+  "full": (0, [plan_of("full")]),
+  "a replay": (0, [plan_of("kvzip:chunk=16:overlap=4")]),
+  "snapkv": (8, [plan_of("snapkv:window=4")]),
+  "a wider window": (16, [plan_of("tova"), plan_of("snapkv:window=9")]),
+  "one of two": (8, [plan_of("keydiff"), plan_of("tova")]),
+  "another's scores": (8, [plan_of("criticalkv:window=4")]),
+  "while decoding": (8, [kvjax.get_plan("keydiff", 12, decoding=LATER)]),
+  "all queries": (LENGTH, [plan_of("h2o"), plan_of("tova")]),
+  "an index": (LENGTH, [kvjax.get_plan("quest", 0.25)]),
+  "channels": (LENGTH, [plan_of("think/keydiff")]),
+  "chunks": (LENGTH, [plan_of("chunked/snapkv:window=4:length=8")]),
+  "chunks without": (0, [plan_of("chunked/keydiff:length=8")]),
 }
 
 
 @dataclasses.dataclass(frozen=True)
 class Denied(HeadwiseMethod):
-  """Says that it reads no queries, and scores by their sum or their last."""
+  """Says that it reads a few queries, and scores by all or some of them."""
 
-  last: bool = False
+  says: int
+  last: int | None = None
 
   @property
   def traits(self):
-    return Traits(queries=False, whole_prompts_only="it reads all queries")
+    return Traits(queries=self.says, whole_prompts_only="it reads queries")
 
   def score_head(self, head):
-    queries = head.queries.astype("float32").sum(0)
-    queries = jnp.where(head.query_positions[:, None] >= 0, queries, 0.0)
-    query = queries[-1] if self.last else queries.sum(0)
-    return head.keys @ query
+    queries, places = (
+      head.queries.astype("float32").sum(0),
+      head.query_positions,
+    )
+    first = 0
+    if self.last is not None:
+      first = jnp.maximum(jnp.max(places, initial=-1) + 1 - self.last, 0)
+    queries = jnp.where((places >= first)[:, None], queries, 0.0)
+    return head.keys @ queries.sum(0)
 
 
 @pytest.mark.parametrize("case", PLANS)
-def test_layers_return_queries_if_anybody_reads_them(case, monkeypatch):
+def test_layers_return_the_queries_that_are_read(case, monkeypatch):
   read, plans = PLANS[case]
+  monkeypatch.setattr(sweeping, "_QUERIES", 8)
   lengths, forward = [], prompt_programs.forward_layers
 
   def noted(*given):
@@ -76,47 +89,72 @@ def test_layers_return_queries_if_anybody_reads_them(case, monkeypatch):
   monkeypatch.setattr(prompt_programs, "forward_layers", noted)
   kvjax.sweep(MODEL, PARAMS, PROMPTS, plans)
   first = lengths[: len(MODEL.geometry.layers)]
-  assert set(first) == {LENGTH if read else 0}
+  assert set(first) == {read}
 
 
-def test_a_layer_without_queries_returns_as_many_bytes_less():
+@pytest.mark.parametrize("count", [0, 8])
+def test_a_layer_with_fewer_queries_returns_as_many_bytes_less(count):
   spec, shape = MODEL.geometry.layers[0], (2, LENGTH)
   given = jax.ShapeDtypeStruct(shape, jnp.int32)
   (stack,) = MODEL.layer_weights(PARAMS)[:1]
 
-  def nbytes(optional):
+  def nbytes(queries):
     lowered = prompt_programs.forward_layer.lower(
       stack,
       jax.ShapeDtypeStruct((), jnp.int32),
       *jax.eval_shape(MODEL.embed, PARAMS, given, given),
       given,
       model=MODEL,
-      how=(spec, frozenset(optional)),
+      how=(spec, frozenset(), queries),
     )
     return lowered.compile().memory_analysis().output_size_in_bytes
 
-  queries = 4 * 2 * spec.heads * LENGTH * spec.key_dim
+  dropped = 4 * 2 * spec.heads * (LENGTH - count) * spec.key_dim
   # An array without elements has a place in the tuple of results, too.
-  assert abs(nbytes({QUERIES}) - nbytes({}) - queries) <= 64
+  assert abs(nbytes(None) - nbytes(count) - dropped) <= 64
 
 
-@pytest.mark.parametrize("name", BLIND)
-def test_methods_keep_the_same_whether_others_read_queries_or_not(name):
-  plan, reader = plan_of(name), plan_of("snapkv:window=4")
+@pytest.mark.parametrize("name", SOME)
+def test_methods_keep_the_same_beside_one_that_reads_all(name, monkeypatch):
+  monkeypatch.setattr(sweeping, "_QUERIES", 1)
+  plan, reader = plan_of(name), plan_of("h2o")
   (alone,), _ = kvjax.sweep(MODEL, PARAMS, PROMPTS, [plan])
   (beside, _), _ = kvjax.sweep(MODEL, PARAMS, PROMPTS, [plan, reader])
   jax.tree.map(np.testing.assert_array_equal, alone, beside)
 
 
-def test_there_are_methods_of_both_kinds():
-  assert {"keydiff", "lagkv", "streaming", "kvzip", "full"} <= {*BLIND}
-  assert not {"snapkv", "h2o", "compactor", "protokv"} & {*BLIND}
+def test_there_are_methods_of_all_kinds():
+  blind = {name for name in SOME if not plan_of(name).method.traits.queries}
+  assert {"keydiff", "lagkv", "streaming", "kvzip", "full"} <= blind
+  assert {"snapkv", "tova", "protokv", "criticalkv"} <= {*SOME} - blind
+  assert not {"h2o", "compactor", "expected_attention"} & {*SOME}
 
 
-@pytest.mark.parametrize("last", [False, True])
-def test_a_method_that_denies_what_it_reads_is_told_so(last):
+@pytest.mark.parametrize(
+  "method", [Denied(0), Denied(0, 1), Denied(3), Denied(3, 4)]
+)
+def test_a_method_that_denies_what_it_reads_is_told_so(method):
   with pytest.raises(
-    kvjax.InputError, match=r"reads the prompt's queries.*queries=False"
+    kvjax.InputError,
+    match=f"reads more of the prompt's queries.*queries={method.says}",
   ) as caught:
-    check_method(Denied(last))
+    check_method(method)
   assert "\n" not in str(caught.value)
+
+
+def test_a_method_may_read_the_last_queries_alone():
+  check_method(Denied(3, 3))
+
+
+def test_the_last_queries_are_those_of_every_row():
+  seen = random_activations(4, [9, 5, 2], 9)
+  few = seen.with_queries(5).with_queries(3)
+  assert few.query_positions.tolist() == [[6, 7, 8], [2, 3, 4], [0, 1, -1]]
+  for row, last in enumerate((9, 5)):
+    np.testing.assert_array_equal(
+      few.queries[row], seen.queries[row, :, last - 3 : last]
+    )
+  np.testing.assert_array_equal(few.queries[2, :, :2], seen.queries[2, :, :2])
+  assert seen.with_queries(9) is seen is seen.with_queries(None)
+  with pytest.raises(kvjax.InputError, match="3 of this prompt's are left"):
+    window_queries(LayerCache.of(few), few, 4)
