@@ -124,7 +124,9 @@ class Side:
     """Scores and compacts one layer, whose attention has been computed."""
     geometry = Geometry.uniform(1, heads, kv_heads, dim, length)
     plan = kvjax.get_plan(method, kvjax.Retention(retention))
-    activations = layer_compression.draw(geometry, length, self._dtype)
+    activations = layer_compression.draw_for(
+      plan, geometry, length, self._dtype
+    )
     return layer_compression.Compression(plan).seconds(geometry, activations)
 
   def _prefill(

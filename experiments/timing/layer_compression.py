@@ -50,23 +50,50 @@ def check(name: str, plan: kvjax.Plan) -> None:
 
 
 def draw(
-  geometry: Geometry, length: int, dtype: str = "float32"
+  geometry: Geometry,
+  length: int,
+  dtype: str = "float32",
+  queries: int | None = None,
 ) -> Activations:
-  """Draws Gaussian activations of one row in the first layer."""
-  spec = geometry.layers[0]
-  draws = iter(jax.random.split(jax.random.key(0), 4))
+  """Draws Gaussian activations of one row in the first layer.
 
-  def normal(heads: int) -> jax.Array:
-    shape = (1, heads, length, spec.key_dim)
+  Args:
+    geometry: of a model.
+    length: tokens of the row.
+    dtype: dtype of the activations.
+    queries: number of last queries; None for all.
+  """
+  spec = geometry.layers[0]
+  # This generator takes less memory than the default one on CPUs.
+  draws = iter(jax.random.split(jax.random.key(0, impl="rbg"), 4))
+
+  def normal(heads: int, tokens: int = length) -> jax.Array:
+    shape = (1, heads, tokens, spec.key_dim)
     return jax.random.normal(next(draws), shape, dtype)
 
+  asked = length if queries is None else min(queries, length)
   return Activations(
-    queries=normal(spec.heads),
+    queries=normal(spec.heads, asked),
     keys=normal(spec.kv_heads),
     values=normal(spec.kv_heads),
     positions=jnp.arange(length, dtype=jnp.int32)[None],
     keys_unrotated=normal(spec.kv_heads),
   )
+
+
+def draw_for(
+  plan: kvjax.Plan, geometry: Geometry, length: int, dtype: str = "float32"
+) -> Activations:
+  """Draws what a prefill hands on to a plan's method; see `draw`."""
+  evaluation = Evaluation.of(plan)
+
+  # Compiled, it draws nothing else.
+  @jax.jit
+  def handed_on() -> Activations:
+    drawn = draw(geometry, length, dtype, evaluation.queries)
+    return drawn.only(evaluation.activations)
+
+  return handed_on()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +111,7 @@ class Compression:
 
     Args:
       geometry: of a model of one layer.
-      activations: those of `draw`.
+      activations: those of `draw` or `draw_for`.
     """
     plan, length = self.plan, activations.positions.shape[1]
     prompts = kvjax.Prompts.of([[0] * length], padded=length)
