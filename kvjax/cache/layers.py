@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Protocol, Self, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,12 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.activations import Activations
 from kvjax.cache.base import AXES, Arrange, Index, Layer, LayerSizes, host_copy
 from kvjax.cache.observation import ObservationWindow
-from kvjax.kernels.attention import Partial, attention, partial_attention
+from kvjax.kernels.attention import (
+  Partial,
+  attention,
+  partial_attention,
+  with_sinks,
+)
 from kvjax.kernels.gather import compact
 from kvjax.kernels.layouts import row_major
 from kvjax.kernels.quantized import Quantized, quantize
@@ -296,13 +301,45 @@ class LayerCache(Slots):
     return dataclasses.replace(self, cursor=jnp.max(counts), **kept._asdict())
 
 
-def attend_partially(cache: LayerCache, activations: Activations) -> Partial:
+@runtime_checkable
+class Attendable(Protocol):
+  """Slots of a layer that attention reads: `Slots`, or those of a window."""
+
+  @property
+  def keys(self) -> Float[Array, "B K T D"] | Quantized:
+    """Rotated keys."""
+    ...
+
+  @property
+  def values(self) -> Float[Array, "B K T Dv"] | Quantized:
+    """Values."""
+    ...
+
+  @property
+  def positions(self) -> Int[Array, "B K T"]:
+    """Position of each token in its row; -1 for an empty slot."""
+    ...
+
+
+def attend_partially(slots: Attendable, activations: Activations) -> Partial:
   """Attends to slots, without sinks, for `kvjax.kernels.attention.merge`."""
   return partial_attention(
     activations.queries,
-    cache.keys,
-    cache.values,
+    slots.keys,
+    slots.values,
     activations.positions,
-    cache.positions,
+    slots.positions,
     options=activations.attention,
   )
+
+
+def attention_output(
+  merged: Partial, activations: Activations
+) -> Float[Array, "B N S Dv"]:
+  """Adds the layer's sinks, if any, to the attention to all of its slots.
+
+  Once, after all merges: each part would add the sinks' logits again.
+  """
+  if activations.sinks is None:
+    return merged.output
+  return with_sinks(merged, activations.sinks).output

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int, PyTree
 from kvjax.activations import Activations
 from kvjax.cache.base import Arrange, Index, Layer, LayerSizes
 from kvjax.cache.index import LayerIndex
-from kvjax.cache.layers import LayerCache, attend_partially
+from kvjax.cache.layers import LayerCache, attend_partially, attention_output
 from kvjax.cache.ranked import attend_to_ranked
 from kvjax.cache.retrieve import (
   attend_to_selection,
@@ -27,7 +27,7 @@ from kvjax.cache.ring import Ring
 from kvjax.cache.rows import Rows
 from kvjax.cache.splitting import split_tokens
 from kvjax.errors import InputError
-from kvjax.kernels.attention import AttentionOptions, Partial, merge, with_sinks
+from kvjax.kernels.attention import AttentionOptions, Partial, merge
 from kvjax.placement import to_host
 from kvjax.retrieval.base import KeyBudget, Retrieval, Selection, Store
 from kvjax.struct import replace, static, struct
@@ -240,10 +240,7 @@ class SparseLayer(Layer):
       index, retrieved = retrieve_on_mesh(
         run, self, queries, activations.positions, rows, index
       )
-    partial = merge(resident, retrieved)
-    if activations.sinks is not None:
-      partial = with_sinks(partial, activations.sinks)
-    return partial.output, index
+    return attention_output(merge(resident, retrieved), activations), index
 
   def _retrieve_once(
     self,

@@ -6,13 +6,8 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.activations import Activations
 from kvjax.cache.base import Index, Layer, LayerSizes
-from kvjax.cache.layers import Slots
-from kvjax.kernels.attention import (
-  Partial,
-  merge,
-  partial_attention,
-  with_sinks,
-)
+from kvjax.cache.layers import Slots, attend_partially, attention_output
+from kvjax.kernels.attention import Partial, merge
 from kvjax.struct import replace
 
 
@@ -53,19 +48,7 @@ class TailedLayer(Layer):
     self, activations: Activations, kept: Partial
   ) -> Float[Array, "B N S Dv"]:
     """Attends to the tail, and merges it with the attention of the rest."""
-    tail = self.tail
     # A tail has no slots until the cache is first grown.
-    if tail.capacity:
-      appended = partial_attention(
-        activations.queries,
-        tail.keys,
-        tail.values,
-        activations.positions,
-        tail.positions,
-        options=activations.attention,
-      )
-      kept = merge(kept, appended)
-    # Once, after the merge: each part would add the sinks' logits again.
-    if activations.sinks is not None:
-      kept = with_sinks(kept, activations.sinks)
-    return kept.output
+    if self.tail.capacity:
+      kept = merge(kept, attend_partially(self.tail, activations))
+    return attention_output(kept, activations)

@@ -8,9 +8,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.activations import Activations
-from kvjax.cache.base import Index, Layer, LayerSizes, host_copy
+from kvjax.cache.base import Arrange, Index, Layer, LayerSizes, host_copy
+from kvjax.cache.layers import LayerCache, attend_partially, attention_output
 from kvjax.cache.row_ends import row_ends
-from kvjax.kernels.attention import merge, partial_attention, with_sinks
+from kvjax.kernels.attention import merge
 from kvjax.struct import struct
 
 
@@ -129,23 +130,11 @@ class WindowLayer(Layer):
     self, activations: Activations
   ) -> tuple[Float[Array, "B N S Dv"], "WindowLayer"]:
     """Attends to the ring, which already contains the block."""
-    partial = partial_attention(
-      activations.queries,
-      self.keys,
-      self.values,
-      activations.positions,
-      self.positions,
-      options=activations.attention,
-    )
-    if activations.sinks is not None:
-      partial = with_sinks(partial, activations.sinks)
-    return partial.output, self
+    partial = attend_partially(self, activations)
+    return attention_output(partial, activations), self
 
   def step(
-    self,
-    index: Index,
-    activations: Activations,
-    arrange: Callable[[Any], Any] | None = None,
+    self, index: Index, activations: Activations, arrange: Arrange | None = None
   ) -> tuple[Float[Array, "B N S Dv"], "WindowLayer"]:
     """Attends to the ring and the block, then appends the block.
 
@@ -153,31 +142,11 @@ class WindowLayer(Layer):
     ones overwrite.
     """
     del arrange
-    batch, length = activations.positions.shape
     # The barrier makes XLA take the layer out of its stack once. Otherwise it
     # copies the whole stack, to read the old ring while it writes the new one.
     layer = jax.lax.optimization_barrier(self.at(index))
-    options = activations.attention
-    kv_heads = activations.keys.shape[1]
-    block_positions = jnp.broadcast_to(
-      activations.positions[:, None], (batch, kv_heads, length)
-    )
     # Stale tokens of the ring are masked by their positions.
-    ring, block = (
-      partial_attention(
-        activations.queries,
-        keys,
-        values,
-        activations.positions,
-        positions,
-        options=options,
-      )
-      for keys, values, positions in (
-        (layer.keys, layer.values, layer.positions),
-        (activations.keys, activations.values, block_positions),
-      )
-    )
-    partial = merge(ring, block)
-    if activations.sinks is not None:
-      partial = with_sinks(partial, activations.sinks)
-    return partial.output, self.put(index, layer, layer.append(activations))
+    ring = attend_partially(layer, activations)
+    block = attend_partially(LayerCache.of(activations), activations)
+    output = attention_output(merge(ring, block), activations)
+    return output, self.put(index, layer, layer.append(activations))

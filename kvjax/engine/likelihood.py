@@ -288,13 +288,8 @@ def _token_nll(
 ) -> Float[Array, "B A"]:
   tokens, question_lengths, answers, answer_lengths = asked
   width = tokens.shape[1]
-  capacities = [
-    None if stack.capacity is None else stack.capacity + width
-    for stack in cache.stacks
-  ]
-  cache = cache.grow(capacities)
   hidden, _ = append_block(
-    model, params, cache, tokens, question_lengths + answer_lengths
+    model, params, cache.widen(width), tokens, question_lengths + answer_lengths
   )
   # Logits are needed where the next token belongs to the answer.
   index = jnp.arange(answers.shape[1], dtype=jnp.int32)[None]
