@@ -33,6 +33,8 @@ from kvjax.registry.wrappers import WRAPPERS, wrap
 from kvjax.retrieval.base import Retrieval
 from kvjax.retrieval.sparse_attention import SparseAttention
 
+_PlanBudget = Budget | PerLayer | Calibrated | Threshold
+
 
 def get_recipe(name: str) -> Recipe:
   """Makes the recipe that a name stands for: a method and an allocation.
@@ -89,7 +91,7 @@ def get_recipe(name: str) -> Recipe:
 
 def _with_options(label: str, recipe: Recipe, options: Sequence[str]) -> Recipe:
   """Changes options of a recipe, whose allocation follows its method's."""
-  changed: Recipe = with_options(label, recipe, options)
+  changed = with_options(label, recipe, options)
   if changed.allocation is None:
     return changed
   allocation = _follow(
@@ -185,8 +187,7 @@ def get_retrieval(name: str) -> Retrieval:
       f"{kind} evicts tokens, and here is the place of a method that retrieves "
       f"keys, such as quest; kvjax.get_method makes {kind}."
     )
-  made: Retrieval = make_named(name.strip(), RETRIEVALS)
-  return made
+  return make_named(name.strip(), RETRIEVALS)
 
 
 def get_plan(
@@ -234,61 +235,79 @@ def get_plan(
     "; give a method to kvjax.Plan(method, budget), and that plan to "
     "kvjax.models.Chat(lm, text, plan) for a chat",
   )
-  amount: Budget | PerLayer | Calibrated | Threshold = as_budget(budget)
   name = name.strip()
-  first, slash, kept_name = name.partition("/")
-  base = first.partition(":")[0]
-  # Prefixes of eviction methods end in a slash, too, and paths have any of
-  # these signs.
-  evicts = (slash and base in WRAPPERS) or METHODS.find(base) is not None
-  is_retrieval = not evicts and (
-    "@" in kept_name or RETRIEVALS.find(base) is not None
-  )
-  if not is_retrieval:
-    if not slash and METHODS.find(base) is None:
-      known = [*METHODS, *METHODS.presets, *RETRIEVALS, *RETRIEVALS.presets]
-      raise unknown(base, known)
+  amount: _PlanBudget = as_budget(budget)
+  sparse = None
+  if _is_retrieval(name):
+    first, slash, kept = name.partition("/")
+    sparse = _sparse_attention(first, amount)
+    recipe, amount = Recipe(FullKV()), Retention(1.0)
+    if slash:
+      kept_name, amount = split_budget(kept)
+      recipe = get_recipe(kept_name)
+  else:
     recipe = get_recipe(name)
-    return Plan(
-      recipe.method,
-      _rounded(amount, recipe),
-      schedule=schedule,
-      per_query_head=per_query_head,
-      kv_dtype=kv_dtype,
-      allocation=recipe.allocation,
-      decoding=decoding,
-    )
-  retrieval = get_retrieval(first)
-  if isinstance(amount, Calibrated):
-    raise InputError(
-      f"A calibration says what a context can lose; {first} loses nothing, so "
-      "give it the number of keys to retrieve."
-    )
-  if isinstance(amount, Threshold):
-    raise InputError(
-      f"A threshold says what a method evicts; {first} evicts nothing, so give "
-      "it the number of keys to retrieve."
-    )
-  if isinstance(amount, PerLayer):
-    raise InputError(
-      f"{first} retrieves as many keys in all layers; give one budget for all "
-      "of them."
-    )
-  if retrieval.keys:
-    amount = Tokens(retrieval.keys)
-  recipe, kept_budget = (
-    _kept(kept_name) if slash else (Recipe(FullKV()), Retention(1.0))
-  )
   return Plan(
     recipe.method,
-    _rounded(kept_budget, recipe),
+    _rounded(amount, recipe),
     schedule=schedule,
     per_query_head=per_query_head,
-    sparse=SparseAttention(retrieval, amount),
+    sparse=sparse,
     kv_dtype=kv_dtype,
     allocation=recipe.allocation,
     decoding=decoding,
   )
+
+
+def _is_retrieval(name: str) -> bool:
+  """Whether the name of a plan begins with that of a retrieval method.
+
+  Raises:
+    InputError: it is the name of no method.
+  """
+  first, slash, kept = name.partition("/")
+  base = first.partition(":")[0]
+  # Prefixes of eviction methods end in a slash, too, and paths have any of
+  # these signs.
+  if (slash and base in WRAPPERS) or METHODS.find(base) is not None:
+    return False
+  if "@" in kept or RETRIEVALS.find(base) is not None:
+    return True
+  if not slash:
+    known = [*METHODS, *METHODS.presets, *RETRIEVALS, *RETRIEVALS.presets]
+    raise unknown(base, known)
+  return False
+
+
+def _sparse_attention(name: str, amount: _PlanBudget) -> SparseAttention:
+  """Makes the retrieval of a plan.
+
+  Args:
+    name: name of a retrieval method.
+    amount: the keys that it retrieves, unless its name sets them.
+
+  Raises:
+    InputError: there is no such method, or the budget says what to evict.
+  """
+  retrieval = get_retrieval(name)
+  if isinstance(amount, Calibrated):
+    raise InputError(
+      f"A calibration says what a context can lose; {name} loses nothing, so "
+      "give it the number of keys to retrieve."
+    )
+  if isinstance(amount, Threshold):
+    raise InputError(
+      f"A threshold says what a method evicts; {name} evicts nothing, so give "
+      "it the number of keys to retrieve."
+    )
+  if isinstance(amount, PerLayer):
+    raise InputError(
+      f"{name} retrieves as many keys in all layers; give one budget for all "
+      "of them."
+    )
+  if retrieval.keys:
+    amount = Tokens(retrieval.keys)
+  return SparseAttention(retrieval, amount)
 
 
 def _check_name(
@@ -302,9 +321,7 @@ def _check_name(
     )
 
 
-def _rounded(
-  budget: Budget | PerLayer | Calibrated | Threshold, recipe: Recipe
-) -> Budget | PerLayer | Calibrated | Threshold:
+def _rounded(budget: _PlanBudget, recipe: Recipe) -> _PlanBudget:
   """The budget, with its retentions rounded as the recipe says."""
   rounding = recipe.rounding
   if rounding is None:
@@ -324,12 +341,6 @@ def _rounded_layer(budget: Budget, rounding: Rounding) -> Budget:
   if isinstance(budget, Retention):
     return dataclasses.replace(budget, rounding=rounding)
   return budget
-
-
-def _kept(text: str) -> tuple[Recipe, Budget]:
-  """Parses the eviction method and the budget of a retrieval plan."""
-  name, budget = split_budget(text)
-  return get_recipe(name), budget
 
 
 def split_budget(text: str) -> tuple[str, Budget]:

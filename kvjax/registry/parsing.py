@@ -12,7 +12,7 @@ from kvjax.options.bounds import check_choice
 from kvjax.registry.registry import Names
 
 
-def make_named(name: str, names: Names) -> Any:
+def make_named[Made](name: str, names: Names[Made]) -> Made:
   """Makes what a name such as `keydiff:anchor=median_unit` stands for.
 
   Args:
@@ -61,9 +61,9 @@ def unknown(base: str, known: Iterable[str]) -> InputError:
   )
 
 
-def with_options(
-  base: str, made: Any, options: Iterable[str], nested: bool = True
-) -> Any:
+def with_options[Made](
+  base: str, made: Made, options: Iterable[str], nested: bool = True
+) -> Made:
   """Changes options of a method, or of a recipe of several parts.
 
   Args:

@@ -39,7 +39,7 @@ class Recipe:
 
 
 @dataclasses.dataclass(frozen=True)
-class Entry:
+class Entry[Made]:
   """A registered method.
 
   Attributes:
@@ -49,13 +49,13 @@ class Entry:
     paper: number of its arXiv paper; empty if there is none.
   """
 
-  make: Callable[[], Any]
-  presets: Mapping[str, Any]
+  make: Callable[[], Made]
+  presets: Mapping[str, Made]
   summary: str
   paper: str
 
 
-class Names(Mapping[str, Entry]):
+class Names[Made](Mapping[str, Entry[Made]]):
   """Registered methods of one kind by name, in order of registration.
 
   Installed packages are imported when all names, or an unknown one, are asked
@@ -63,9 +63,9 @@ class Names(Mapping[str, Entry]):
   """
 
   def __init__(self) -> None:
-    self._entries: dict[str, Entry] = {}
+    self._entries: dict[str, Entry[Made]] = {}
 
-  def __getitem__(self, name: str) -> Entry:
+  def __getitem__(self, name: str) -> Entry[Made]:
     if all(name not in kind._entries for kind in (METHODS, RETRIEVALS)):
       load_plugins()
     return self._entries[name]
@@ -78,11 +78,11 @@ class Names(Mapping[str, Entry]):
     load_plugins()
     return len(self._entries)
 
-  def add(self, name: str, entry: Entry) -> None:
+  def add(self, name: str, entry: Entry[Made]) -> None:
     """Adds an entry."""
     self._entries[name] = entry
 
-  def find(self, name: str) -> Any:
+  def find(self, name: str) -> Made | None:
     """Returns what a name or a preset's name stands for; None for nothing."""
     base, dot, preset = name.partition(".")
     entry = self.get(base)
@@ -91,7 +91,7 @@ class Names(Mapping[str, Entry]):
     return entry.presets.get(preset) if dot else entry.make()
 
   @property
-  def presets(self) -> Mapping[str, Any]:
+  def presets(self) -> Mapping[str, Made]:
     """All presets by their full names."""
     return {
       f"{name}.{preset}": made
@@ -99,15 +99,15 @@ class Names(Mapping[str, Entry]):
       for preset, made in entry.presets.items()
     }
 
-  def all_made(self) -> Iterator[Any]:
+  def all_made(self) -> Iterator[Made]:
     """Yields what each name and each preset stands for."""
     for entry in self.values():
       yield entry.make()
       yield from entry.presets.values()
 
 
-METHODS = Names()
-RETRIEVALS = Names()
+METHODS: Names[Method | Recipe] = Names()
+RETRIEVALS: Names[Retrieval] = Names()
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 _PRESET = re.compile(r"[a-z0-9_]+")
 # Names that are written before a method's, which no method may have.
@@ -157,6 +157,24 @@ def register(
     >>> kvjax.get_method("newest_example")
     Newest()
   """
+  _check_name(name, make)
+  _check_options(make)
+  presets = _checked_presets(presets)
+  made = _make_all(name, make, presets)
+  names: Names[Any] = RETRIEVALS if isinstance(made[0], Retrieval) else METHODS
+  for kind in (METHODS, RETRIEVALS):
+    kind._entries.pop(name, None)
+  names.add(name, Entry(make, presets, summary, paper))
+  full = [name, *(f"{name}.{preset}" for preset in presets)]
+  for each, called in zip(made, full, strict=True):
+    if isinstance(each, Recipe):
+      add_name(called, each.method, each.allocation)
+    else:
+      add_name(called, each)
+
+
+def _check_name(name: Any, make: object) -> None:
+  """Refuses a name that cannot be written, or is that of something else."""
   if not isinstance(name, str) or not _NAME.fullmatch(name):
     raise InputError(
       "A method's name has lower-case letters, digits and underscores and "
@@ -175,12 +193,15 @@ def register(
         f"There is a method {name!r} already; register yours under another "
         "name."
       )
+
+
+def _checked_presets(presets: Any) -> dict[str, Any]:
+  """Copies presets by their suffixes; refuses those that cannot be written."""
   if not isinstance(presets or {}, Mapping):
     raise InputError(
       "Presets are given by the suffix of their name, as in "
       f"presets={{'near': Mine(power=2)}}; {presets!r} is no such mapping."
     )
-  _check_options(make)
   presets = dict(presets or {})
   for preset in presets:
     if not _PRESET.fullmatch(preset):
@@ -188,6 +209,15 @@ def register(
         "A preset's name has lower-case letters, digits and underscores; "
         f"{preset!r} does not fit."
       )
+  return presets
+
+
+def _make_all(
+  name: str,
+  make: Callable[[], Method | Retrieval | Recipe],
+  presets: Mapping[str, Any],
+) -> list[Method | Retrieval | Recipe]:
+  """Makes what a name and its presets stand for; refuses what is no method."""
   try:
     made = [make(), *presets.values()]
   except Exception as error:
@@ -195,8 +225,7 @@ def register(
     raise InputError(
       f"{name!r} cannot be made with its defaults: {said}."
     ) from error
-  names = RETRIEVALS if isinstance(made[0], Retrieval) else METHODS
-  kinds = Retrieval if names is RETRIEVALS else (Method, Recipe)
+  kinds = Retrieval if isinstance(made[0], Retrieval) else (Method, Recipe)
   for each in made:
     if not isinstance(each, kinds):
       raise InputError(
@@ -205,15 +234,7 @@ def register(
         f"{name!r} is not."
       )
     check_value(each.method if isinstance(each, Recipe) else each)
-  for kind in (METHODS, RETRIEVALS):
-    kind._entries.pop(name, None)
-  names.add(name, Entry(make, presets, summary, paper))
-  full = [name, *(f"{name}.{preset}" for preset in presets)]
-  for each, called in zip(made, full, strict=True):
-    if isinstance(each, Recipe):
-      add_name(called, each.method, each.allocation)
-    else:
-      add_name(called, each)
+  return made
 
 
 def _same_definition(one: Any, other: Any) -> bool:
