@@ -2,7 +2,7 @@
 
 import abc
 import dataclasses
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 import numpy as np
@@ -22,7 +22,7 @@ class Chooser(Protocol):
   """The part of `kvjax.methods.Method` that an allocation uses."""
 
   @property
-  def votes(self) -> Any:
+  def votes(self) -> "Voter | None":
     """Method whose scores heads compete by for a budget; None for no scores."""
     ...
 
@@ -42,6 +42,22 @@ class Chooser(Protocol):
     self, scores: PyTree[Array], cache: LayerCache
   ) -> Float[Array, "B K T"] | None:
     """Returns the score of each slot; None if the method does not score."""
+    ...
+
+
+class Voter(Chooser, Protocol):
+  """The part of `kvjax.methods.ScoringMethod` by which heads compete."""
+
+  def evaluate(
+    self, layer: Int[Array, ""], cache: LayerCache, activations: Activations
+  ) -> Float[Array, "B K T"]:
+    """Computes the score of each slot."""
+    ...
+
+  def protected(
+    self, cache: LayerCache, counts: Int[Array, " B #K"]
+  ) -> Bool[Array, "B K T"]:
+    """Slots that are kept whatever their score."""
     ...
 
 

@@ -53,9 +53,10 @@ class WholeLayer(Allocation):
   ) -> Int[Array, "B K M"]:
     """Selects the best slots of all heads."""
     valid, must_keep = cache.valid, budget.must_keep(cache)
-    protected = method.votes.protected(cache, budget.per_head)
-    total = budget.total
+    votes, total = method.votes, budget.total
+    assert votes is not None
     assert total is not None
+    protected = votes.protected(cache, budget.per_head)
     counts = count_best(scores, valid, protected | must_keep, total)
     _, kv_heads, slots = valid.shape
     # One head may have all of them.
