@@ -4,14 +4,19 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 Hash = Literal["fourier", "hyperplane"]
 Sigma = Literal["median", "sqrt_d", "one"]
 Split = Literal["balanced", "ceil_len"]
 # Iterations of K-means, whether a key moved in the last one, the cluster of
 # every key, and the centers with those that exist.
-_Fit = tuple[Array, Array, Array, tuple[Array, Array]]
+_Fit = tuple[
+  Int[Array, ""],
+  Bool[Array, ""],
+  Int[Array, " T"],
+  tuple[Float[Array, "P D"], Bool[Array, " P"]],
+]
 
 # Keys at a time: their cosines with 500 centers, or they and the sums of their
 # neighbors, then stay in the caches of a processor.
@@ -89,7 +94,7 @@ def buckets(
   keys: Float[Array, "T D"],
   candidates: Int[Array, " p"],
   valid: Bool[Array, " p"],
-  rng: Array,
+  rng: PRNGKeyArray,
   bits: int,
   kind: Hash,
   sigma: Sigma,
@@ -238,8 +243,8 @@ def nearest(
 
 def kmeans(
   keys: Float[Array, "T D"],
-  prefix: Bool[Array, " T"],
-  rng: Array,
+  valid: Bool[Array, " T"],
+  rng: PRNGKeyArray,
   count: int,
   iterations: int,
   wanted: Int[Array, ""] | None = None,
@@ -248,7 +253,7 @@ def kmeans(
 
   Args:
     keys: float32 keys.
-    prefix: mask of the keys that count.
+    valid: mask of the keys that count.
     rng: random key for the start.
     count: P, number of centers.
     iterations: maximum number; it stops when no key changes its cluster.
@@ -257,25 +262,28 @@ def kmeans(
   Returns:
     The directions of the centers, and which have members.
   """
-  units = unit(jnp.where(prefix[:, None], keys, 0.0))
+  units = unit(jnp.where(valid[:, None], keys, 0.0))
   first_key, rest_key = jax.random.split(rng)
 
-  def pick(rng: Array, weights: Float[Array, " T"]) -> Int[Array, ""]:
+  def pick(rng: PRNGKeyArray, weights: Float[Array, " T"]) -> Int[Array, ""]:
     # The floor leaves something to draw where every key is a center already.
-    logits = jnp.where(prefix, jnp.log(jnp.maximum(weights, 1e-30)), -jnp.inf)
+    logits = jnp.where(valid, jnp.log(jnp.maximum(weights, 1e-30)), -jnp.inf)
     return jax.random.categorical(rng, logits)
 
+  def squared_distances(center: Float[Array, " D"]) -> Float[Array, " T"]:
+    # Of unit vectors.
+    return jnp.maximum(2.0 - 2.0 * (units @ center), 0.0)
+
   def seed(
-    farthest: Float[Array, " T"], rng: Array
+    nearest_so_far: Float[Array, " T"], rng: PRNGKeyArray
   ) -> tuple[Float[Array, " T"], Float[Array, " D"]]:
-    center = units[pick(rng, farthest)]
-    # Squared distance of unit vectors, to the nearest center so far.
-    distances = jnp.maximum(2.0 - 2.0 * (units @ center), 0.0)
-    return jnp.minimum(farthest, distances), center
+    center = units[pick(rng, nearest_so_far)]
+    return jnp.minimum(nearest_so_far, squared_distances(center)), center
 
   start = units[pick(first_key, jnp.ones(len(keys), jnp.float32))]
-  distances = jnp.maximum(2.0 - 2.0 * (units @ start), 0.0)
-  _, rest = jax.lax.scan(seed, distances, jax.random.split(rest_key, count - 1))
+  _, rest = jax.lax.scan(
+    seed, squared_distances(start), jax.random.split(rest_key, count - 1)
+  )
   centers = jnp.concatenate([start[None], rest])
   exists = jnp.ones(count, bool)
   if wanted is not None:
@@ -289,11 +297,11 @@ def kmeans(
   def refine(state: _Fit) -> _Fit:
     step, _, before, centers = state
     # A center that loses its members does not come back.
-    groups = jnp.where(prefix, nearest(keys, *centers), -1)
+    groups = jnp.where(valid, nearest(keys, *centers), -1)
     moved = jnp.any(groups != before)
     return step + 1, moved, groups, prototypes(keys, groups, count)
 
   step, moved = jnp.zeros((), jnp.int32), jnp.ones((), bool)
-  groups = jnp.full(prefix.shape, -1, jnp.int32)
+  groups = jnp.full(valid.shape, -1, jnp.int32)
   begin = step, moved, groups, (centers, exists)
   return jax.lax.while_loop(unfinished, refine, begin)[-1]

@@ -7,9 +7,9 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from kvjax import clustering as proto
+from kvjax import clustering
 from kvjax.activations import Activations
 from kvjax.cache.heads import heads_of
 from kvjax.cache.layers import LayerCache
@@ -99,11 +99,11 @@ class ProtoKV(Method):
   sign: Sign = "deviation"
   anchors: int = 32
   bits: int = 2
-  hash: proto.Hash = "fourier"
-  sigma: proto.Sigma = "median"
+  hash: clustering.Hash = "fourier"
+  sigma: clustering.Sigma = "median"
   prototypes: int = 500
   tokens_per_prototype: int = 16
-  split: proto.Split = "balanced"
+  split: clustering.Split = "balanced"
   clusters: Clusters = "prototypes"
   iterations: int = 10
   score: Score = "attn_sum"
@@ -203,13 +203,13 @@ class ProtoKV(Method):
     token_scores: Float[Array, " T"],
     queries: Float[Array, "Q D"],
     sinks: Float[Array, " Q"] | None,
-    rng: Array,
+    rng: PRNGKeyArray,
   ) -> ClusterRanking:
     # Arbitrary in empty slots, which are masked where keys are read: masking
     # all of them here would copy them.
     keys = head.cached_keys.astype(jnp.float32)
     prefix = head.valid & ~last_tokens(head.valid, self.window)
-    dev = proto.deviation(keys, prefix, self.neighbors, self.include_self)
+    dev = clustering.deviation(keys, prefix, self.neighbors, self.include_self)
     # `deviation` returns -Theta; the note, read literally, ranks by Theta.
     dev = dev if self.sign == "deviation" else -dev
     if self.clusters == "none":
@@ -217,7 +217,7 @@ class ProtoKV(Method):
       alone = jnp.zeros_like(head.positions)
       return rank_clusters(alone, jnp.zeros(1, jnp.float32), prefix, dev)
     centers, exists = self._centers(keys, prefix, dev, rng)
-    cluster = proto.nearest(keys, centers, exists)
+    cluster = clustering.nearest(keys, centers, exists)
     if self.score == "attn_center":
       scores = score_centers(
         queries, keys, cluster, prefix, len(centers), options, sinks
@@ -234,12 +234,12 @@ class ProtoKV(Method):
     keys: Float[Array, "T D"],
     prefix: Bool[Array, " T"],
     dev: Float[Array, " T"],
-    rng: Array,
+    rng: PRNGKeyArray,
   ) -> tuple[Float[Array, "P D"], Bool[Array, " P"]]:
     if self.clusters == "kmeans":
       # Shapes have the maximum; a shorter row uses the first `wanted` centers.
       wanted = self._limit(prefix)
-      return proto.kmeans(
+      return clustering.kmeans(
         keys, prefix, rng, self.prototypes, self.iterations, wanted
       )
     # Not empty even without anchors, as shapes must not be; `lsh` takes the
@@ -247,12 +247,12 @@ class ProtoKV(Method):
     most = min(max(self.anchors, 1), len(keys))
     masked = jnp.where(prefix, dev, -jnp.inf)
     slots = largest(masked, jnp.asarray(most, jnp.int32), most)
-    hashed = proto.buckets(
+    hashed = clustering.buckets(
       keys, slots, slots >= 0, rng, self.bits, self.hash, self.sigma
     )
     if self.clusters == "lsh":
       groups = jnp.where(prefix, hashed, -1)
-      return proto.prototypes(keys, groups, 2**self.bits)
+      return clustering.prototypes(keys, groups, 2**self.bits)
     anchor = jnp.zeros(prefix.shape, bool)
     if self.anchors:
       anchor = slots_to_mask(slots, len(keys))
@@ -263,10 +263,10 @@ class ProtoKV(Method):
       -(-len(keys) // self.tokens_per_prototype),
     )
     num_chunks = jnp.minimum(plain, self._limit(rest))
-    chunk = proto.chunks(rest, num_chunks, self.split)
+    chunk = clustering.chunks(rest, num_chunks, self.split)
     # Chunk prototypes come first: ties go to the lower prototype.
     groups = jnp.where(anchor, plain + hashed, chunk)
-    return proto.prototypes(keys, groups, plain + self._anchor_prototypes)
+    return clustering.prototypes(keys, groups, plain + self._anchor_prototypes)
 
   def _score_tokens(
     self, heads: Head, cache: LayerCache, activations: Activations

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from kvjax.clustering import kmeans, nearest
 from kvjax.options.bounds import check_least
@@ -89,19 +89,16 @@ class ClusterRetrieval(Retrieval):
     """
     stored = prompt.stored
     slots = stored.shape[0]
-    max_clusters, num_clusters = (
-      self.clusters,
-      jnp.full((), self.clusters, jnp.int32),
-    )
+    max_clusters = self.clusters
+    num_clusters = jnp.full((), self.clusters, jnp.int32)
     if not self.clusters:
       valid = prompt.head.valid
-      # Shapes follow the padded length.
+      # Shapes follow the padded length, the number of clusters the row's own.
       max_clusters = valid.shape[0] // self.cluster_tokens
       num_clusters = jnp.sum(valid, dtype=jnp.int32) // self.cluster_tokens
     max_clusters = min(max(max_clusters, 1), slots)
-    # The number of clusters follows the row's length, not the padded length.
-    keys_stored = jnp.sum(stored, dtype=jnp.int32)
-    num_clusters = jnp.clip(num_clusters, 1, jnp.maximum(keys_stored, 1))
+    num_stored = jnp.sum(stored, dtype=jnp.int32)
+    num_clusters = jnp.clip(num_clusters, 1, jnp.maximum(num_stored, 1))
     centers, exists = kmeans(
       points,
       stored,
@@ -112,15 +109,15 @@ class ClusterRetrieval(Retrieval):
     )
     # An extra cluster for empty slots, which sorts them to the end.
     cluster = jnp.where(stored, nearest(points, centers, exists), max_clusters)
-    counts = jnp.ones(slots, jnp.int32)
-    sizes = jax.ops.segment_sum(counts, cluster, max_clusters + 1)[
-      :max_clusters
-    ]
-    sums = jax.ops.segment_sum(prompt.stored_keys, cluster, max_clusters + 1)[
-      :max_clusters
-    ]
+
+    def total(x: Shaped[Array, "F *A"]) -> Shaped[Array, "C *A"]:
+      summed = jax.ops.segment_sum(x, cluster, max_clusters + 1)
+      return summed[:max_clusters]
+
+    sizes = total(jnp.ones(slots, jnp.int32))
     # The centers of K-means are directions; the centroid is the mean raw key.
-    means = sums / jnp.maximum(sizes, 1).astype(jnp.float32)[:, None]
+    counts = jnp.maximum(sizes, 1).astype(jnp.float32)
+    means = total(prompt.stored_keys) / counts[:, None]
     return Clusters(
       means.astype(prompt.head.cached_keys.dtype),
       sizes,
