@@ -1,10 +1,10 @@
 """The fields of a calibration's JSON file."""
 
-import os
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, get_args
 
 from kvjax.errors import InputError
+from kvjax.files import Path
 
 Preset = Literal["paper", "prefill", "recite"]
 PRESETS = get_args(Preset)
@@ -84,7 +84,7 @@ def to_json(fields: Mapping[str, Any]) -> dict[str, Any]:
   }
 
 
-def checked(saved: Any, path: str | os.PathLike[str]) -> dict[str, Any]:
+def checked(saved: Any, path: Path) -> dict[str, Any]:
   """Checks the fields of a file and converts them to those of a calibration.
 
   Raises:

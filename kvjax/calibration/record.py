@@ -4,7 +4,6 @@ import dataclasses
 import itertools
 import json
 import math
-import os
 
 import numpy as np
 from jaxtyping import Float
@@ -18,8 +17,6 @@ from kvjax.calibration.reciting import digest, least_reciting
 from kvjax.errors import InputError, warn
 from kvjax.options.bounds import check_options
 from kvjax.options.budgets import Rounding
-
-Path = str | os.PathLike[str]
 
 # A retention this much above a measured one is a rounding error.
 _EQUAL = 1e-9
@@ -305,7 +302,7 @@ class Calibration:
         "extrapolate."
       )
 
-  def save(self, path: Path) -> None:
+  def save(self, path: files.Path) -> None:
     """Writes the record as JSON, atomically.
 
     Raises:
@@ -315,7 +312,7 @@ class Calibration:
     files.write_text(path, text + "\n")
 
   @classmethod
-  def load(cls, path: Path, *, model_id: str) -> "Calibration":
+  def load(cls, path: files.Path, *, model_id: str) -> "Calibration":
     """Reads what `save` wrote.
 
     Args:

@@ -36,9 +36,7 @@ _UNLIKE = (
 )
 
 
-def load_cache(
-  directory: str | os.PathLike[str], *, model: Model, model_id: str
-) -> Cache:
+def load_cache(directory: files.Path, *, model: Model, model_id: str) -> Cache:
   """Loads a cache that `save_cache` saved, bit for bit.
 
   With a mesh in context (`jax.set_mesh`), layers are sharded as by `prefill`,
@@ -82,7 +80,7 @@ def load_cache(
 
 
 def _checked(
-  directory: str | os.PathLike[str], identity: dict[str, Any]
+  directory: files.Path, identity: dict[str, Any]
 ) -> tuple[pathlib.Path, dict[str, Any]]:
   """Returns where a cache is, and its description, after checking its files."""
   if is_address(directory):

@@ -33,12 +33,11 @@ from kvjax.model import Model
 _LEAST = 2**20
 # What orbax raises if a disk is full, or another host has failed.
 _UNWRITTEN = (OSError, ValueError, jax.errors.JaxRuntimeError)
-Path = str | os.PathLike[str]
 
 
 def save_cache(
   cache: Cache,
-  directory: Path,
+  directory: files.Path,
   *,
   model: Model,
   model_id: str,

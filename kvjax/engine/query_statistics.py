@@ -1,7 +1,6 @@
 """Statistics of a model's queries: means, spreads and main directions."""
 
 import dataclasses
-import pathlib
 from collections.abc import Callable, Iterator, Sequence
 
 import jax
@@ -44,14 +43,14 @@ class QueryStatistics:
   q_filters: Float[np.ndarray, "L K D"]
   query_abs: Float[np.ndarray, "L N D"]
 
-  def save(self, path: str | pathlib.Path) -> None:
+  def save(self, path: files.Path) -> None:
     """Writes a file of safetensors, which those methods read.
 
     Raises:
       InputError: the file cannot be written.
     """
     arrays = {name: np.ascontiguousarray(x) for name, x in vars(self).items()}
-    files.write_bytes(pathlib.Path(path), safetensors.numpy.save(arrays))
+    files.write_bytes(path, safetensors.numpy.save(arrays))
 
 
 def calibrate_queries(

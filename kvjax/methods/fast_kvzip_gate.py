@@ -15,10 +15,10 @@ from kvjax.addresses import local
 from kvjax.errors import InputError
 from kvjax.methods.gated import Gate
 from kvjax.methods.stored import read_once
-from kvjax.methods.torch_files import read_torch
+from kvjax.methods.torch_files import read_torch, stack_tensors
 
-# Axes of each weight in the file of a layer.
-_AXES = {
+# Number of axes of each weight of a layer.
+_RANKS = {
   "q_proj.weight": 2,
   "q_proj.bias": 1,
   "k_proj.weight": 2,
@@ -144,13 +144,14 @@ def _read(file: pathlib.Path) -> FastKVzipGate:
       f"{file} has no list of layers named module, as the files that are "
       "published for Fast KVzip have."
     )
-  weights = {name: _stack(file, layers, name) for name in _AXES}
-  heads, group = weights["b"].shape[1], weights["b"].shape[3]
-  size, width = (
-    weights["q_norm.weight"].shape[1],
-    weights["k_proj.weight"].shape[2],
-  )
-  count, sinks = len(layers), weights["k_base"].shape[3]
+  weights = {}
+  for name, rank in _RANKS.items():
+    found = [x.get(name) if isinstance(x, dict) else None for x in layers]
+    weights[name] = stack_tensors(file, name, found, rank, "layer")
+  count, heads, _, group = weights["b"].shape
+  size = weights["q_norm.weight"].shape[1]
+  width = weights["k_proj.weight"].shape[2]
+  sinks = weights["k_base"].shape[3]
   expected = {
     "q_proj.weight": (count, heads * group * size, width),
     "q_proj.bias": (count, heads * group * size),
@@ -167,25 +168,3 @@ def _read(file: pathlib.Path) -> FastKVzipGate:
         f"its other weights say; it has {weights[name].shape[1:]}."
       )
   return FastKVzipGate(weights, str(file))
-
-
-def _stack(file: pathlib.Path, layers: list[Any], name: str) -> np.ndarray:
-  """Joins a weight of all layers."""
-  arrays = [x.get(name) if isinstance(x, dict) else None for x in layers]
-  fits = all(
-    isinstance(x, np.ndarray) and x.ndim == _AXES[name] for x in arrays
-  )
-  alike = fits and len({x.shape for x in arrays if x is not None}) == 1
-  # A list may name one array many times.
-  if (
-    alike
-    and sum(x.nbytes for x in arrays if x is not None) > file.stat().st_size
-  ):
-    raise InputError(f"{name} of {file} has more numbers than the file holds.")
-  stacked = np.stack(arrays).astype(np.float32) if alike else np.zeros(0)  # type: ignore[arg-type]
-  if not alike or not np.isfinite(stacked).all():
-    raise InputError(
-      f"{name} of {file} must be finite numbers with {_AXES[name]} axes, of "
-      "one shape in all layers."
-    )
-  return stacked

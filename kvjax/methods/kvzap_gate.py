@@ -1,7 +1,6 @@
 """The weights of KVzap: a small network per layer, and its files."""
 
 import dataclasses
-import json
 import math
 import pathlib
 from collections.abc import Mapping
@@ -117,7 +116,7 @@ class KVzapGate(Gate):
       config["score_range"] = list(self.score_range)
     content = safetensors.numpy.save(tensors, {"format": "pt"})
     files.write_bytes(folder / WEIGHTS, content)
-    files.write_text(folder / CONFIG, json.dumps(config, indent=2) + "\n")
+    files.write_json(folder / CONFIG, config)
 
 
 def _read(file: pathlib.Path) -> KVzapGate:
@@ -164,11 +163,7 @@ def _config(path: pathlib.Path) -> Mapping[str, Any]:
   Raises:
     InputError: the file is missing, or says no sizes.
   """
-  try:
-    config = files.parse_json(files.read_text(path))
-  except ValueError as error:
-    raise InputError(f"{path} is not valid JSON: {error}.") from error
-  config = config if isinstance(config, dict) else {}
+  config = files.read_json(path)
   hidden, found = config.get("hidden_dim"), config.get("score_range", [0, 0])
   sizes = [config.get(name) for name in _SIZES]
   sizes += [] if hidden is None else [hidden]

@@ -6,12 +6,12 @@ import math
 import pathlib
 import pickle
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, cast
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Shaped
+from jaxtyping import Float, Shaped
 
 from kvjax.errors import InputError
 from kvjax.files import check_whole, reason
@@ -62,6 +62,36 @@ def read_torch(path: pathlib.Path) -> Any:
     raise InputError(
       f"{path} is no file that torch.save has written: {reason(error)}."
     ) from error
+
+
+def stack_tensors(
+  file: pathlib.Path, name: str, tensors: Sequence[Any], rank: int, each: str
+) -> Float[np.ndarray, "n ..."]:
+  """Joins what a file has in the places of tensors of one shape, in float32.
+
+  Args:
+    file: the file.
+    name: name of the tensors, for messages.
+    tensors: what the file has.
+    rank: number of axes of each.
+    each: what has one of them, such as "layer".
+
+  Raises:
+    InputError: some are no tensors of this rank, differ in shape, are empty or
+      not finite, or all together are larger than the file.
+  """
+  arrays = [x for x in tensors if isinstance(x, np.ndarray) and x.ndim == rank]
+  # A file may name one array many times.
+  if sum(x.nbytes for x in arrays) > file.stat().st_size:
+    raise InputError(f"{name} of {file} has more numbers than the file holds.")
+  if len(arrays) == len(tensors) and len({x.shape for x in arrays}) == 1:
+    stacked = np.stack(arrays).astype(np.float32)
+    if stacked.size and np.isfinite(stacked).all():
+      return stacked
+  raise InputError(
+    f"{name} of {file} must be finite numbers in arrays of rank {rank}, as "
+    f"many in all {each}s."
+  )
 
 
 def _check_sizes(archive: zipfile.ZipFile, data: str, size: int) -> None:

@@ -9,7 +9,7 @@ from jaxtyping import Float
 
 from kvjax.errors import InputError
 from kvjax.methods.stored import Stored, read_once
-from kvjax.methods.torch_files import read_torch
+from kvjax.methods.torch_files import read_torch, stack_tensors
 
 # The center of a head's queries, and the mean length of each of their pairs.
 CENTER, LENGTHS = "query_mean", "query_abs"
@@ -45,10 +45,13 @@ def _read_published(file: pathlib.Path) -> Stored:
     raise InputError(
       f"rope_style of {file} must be half or interleaved; it is {style!r:.40}."
     )
-  real, imaginary, lengths = (
-    _stack(file, part, [[of.get(part) for of in row] for row in heads])
-    for part in _PARTS
-  )
+
+  def stack(part: str) -> Float[np.ndarray, "L N F"]:
+    flat = [of_head.get(part) for row in heads for of_head in row]
+    stacked = stack_tensors(file, part, flat, 1, "head")
+    return stacked.reshape(len(heads), len(heads[0]), -1)
+
+  real, imaginary, lengths = map(stack, _PARTS)
   if real.shape != imaginary.shape or real.shape != lengths.shape:
     raise InputError(f"{' and '.join(_PARTS)} of {file} differ in size.")
 
@@ -78,23 +81,3 @@ def _heads(file: pathlib.Path, stats: Any) -> list[list[dict[str, Any]]]:
       f"those of {len(named)} heads."
     )
   return [[named[n, head] for head in range(heads)] for n in range(layers)]
-
-
-def _stack(
-  file: pathlib.Path, part: str, rows: list[list[Any]]
-) -> Float[np.ndarray, "L N F"]:
-  """Joins an array of all heads."""
-  flat = [x for row in rows for x in row]
-  arrays = [x for x in flat if isinstance(x, np.ndarray) and x.ndim == 1]
-  alike = len(arrays) == len(flat) and len({x.shape for x in arrays}) == 1
-  # A dictionary may name one array many times.
-  if sum(x.nbytes for x in arrays) > file.stat().st_size:
-    raise InputError(f"{part} of {file} has more numbers than the file holds.")
-  if alike:
-    stacked = np.stack(arrays).astype(np.float32)
-    if stacked.size and np.isfinite(stacked).all():
-      return stacked.reshape(len(rows), len(rows[0]), -1)
-  raise InputError(
-    f"{part} of {file} must be finite numbers for the pairs of channels, as "
-    "many in all heads."
-  )
