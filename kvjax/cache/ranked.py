@@ -5,8 +5,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.index import LayerIndex
-from kvjax.cache.retrieve import candidate_slots, group_queries
+from kvjax.cache.retrieve import candidate_slots
 from kvjax.cache.rows import Rows
+from kvjax.heads import by_kv_head
 from kvjax.kernels.attention import AttentionOptions, Partial
 from kvjax.kernels.sparse_decode.ranked import Best, ranked_decode_host
 from kvjax.retrieval.base import KeyBudget, Ranking, Retrieval, Store
@@ -41,7 +42,8 @@ def attend_to_ranked(
   arrays = index.read()
   kv_heads = store.valid.shape[1]
   # As for `retrieve`: methods scale logits by D^-1/2.
-  grouped = options.rescale(group_queries(queries, kv_heads))
+  grouped = by_kv_head(queries, kv_heads).astype(jnp.float32)
+  grouped = options.rescale(grouped)
   ranking = jax.vmap(jax.vmap(retrieval.ranking))(arrays, budget)
   if ranking is None:
     return None

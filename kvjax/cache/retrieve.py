@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from kvjax.cache.index import LayerIndex
 from kvjax.cache.rows import Rows
 from kvjax.cache.splitting import Split
 from kvjax.errors import InputError
+from kvjax.heads import by_kv_head
 from kvjax.kernels.attention import AttentionOptions, Partial
 from kvjax.kernels.dispatch import on_mesh
 from kvjax.kernels.select import slots_to_mask
@@ -63,7 +64,17 @@ def index_all(
   return index
 
 
-def retrieve_on_mesh[Sparse](
+@runtime_checkable
+class Counted(Protocol):
+  """A layer that retrieves a number of keys per token for each row."""
+
+  @property
+  def count(self) -> Int[Array, " B"]:
+    """Keys to retrieve."""
+    ...
+
+
+def retrieve_on_mesh[Sparse: Counted](
   retrieve: Callable[..., tuple[LayerIndex, Partial]],
   layer: Sparse,
   queries: Float[Array, "B N S D"],
@@ -95,11 +106,11 @@ def retrieve_on_mesh[Sparse](
     after, partial = retrieve(replace(layer, count=count), *rest)
     return after.arrays, partial
 
-  count: Any = vars(layer)["count"]  # the only array without an axis of heads
+  # The counts are the only array of the layer without an axis of heads.
   kept, indexed = ("BK" if x.layer is None else "LBK" for x in (rows, index))
   arrays, partial = on_mesh(
     run,
-    (replace(layer, count=None), count, queries, positions, rows, index),
+    (replace(layer, count=None), layer.count, queries, positions, rows, index),
     ("BK", "B", "BK", "B", kept, indexed),
     (indexed, "BK"),
   )
@@ -131,7 +142,7 @@ def retrieve_all(
   """
   batch, kv_heads = store.valid.shape[:2]
   real = jnp.broadcast_to(real[:, None], (batch, kv_heads))
-  grouped = group_queries(queries, kv_heads)
+  grouped = by_kv_head(queries, kv_heads).astype(jnp.float32)
 
   def retrieve_with(store: Store) -> tuple[Selection, PyTree[Array]]:
     return jax.vmap(jax.vmap(functools.partial(_retrieve_head, retrieval)))(
@@ -277,14 +288,6 @@ def broadcast_budget(
   """
   shape = (num_keys.shape[0], kv_heads)
   return KeyBudget(jnp.broadcast_to(num_keys[:, None], shape), max_keys)
-
-
-def group_queries(
-  queries: Float[Array, "B N D"], kv_heads: int
-) -> Float[Array, "B K G D"]:
-  """Groups queries by KV head, in float32."""
-  grouped = queries.reshape(len(queries), kv_heads, -1, queries.shape[-1])
-  return grouped.astype(jnp.float32)
 
 
 def rescale_queries(activations: Activations) -> Activations:

@@ -13,11 +13,7 @@ from kvjax.activations import Activations
 from kvjax.cache.index import LayerIndex
 from kvjax.cache.layers import attend_partially
 from kvjax.cache.ranked import attend_to_best
-from kvjax.cache.retrieve import (
-  attend_to_selection,
-  broadcast_budget,
-  group_queries,
-)
+from kvjax.cache.retrieve import attend_to_selection, broadcast_budget
 from kvjax.cache.rows import Rows
 from kvjax.cache.sparse import SparseLayer
 from kvjax.experiments.papers.analyses import scorer_timing
@@ -25,6 +21,7 @@ from kvjax.experiments.papers.findings import Findings, Subject
 from kvjax.experiments.report import wording
 from kvjax.experiments.report.formats import Table
 from kvjax.experiments.run.progress_bar import track
+from kvjax.heads import by_kv_head
 from kvjax.kernels.attention.options import PLAIN
 from kvjax.retrieval.base import Candidates, KeyBudget, Retrieval, Store
 
@@ -60,7 +57,8 @@ class Token(NamedTuple):
   @property
   def grouped(self) -> Float[Array, "B K G D"]:
     """Queries by KV head."""
-    return group_queries(self.queries, self.layer.stored.positions.shape[1])
+    kv_heads = self.layer.stored.positions.shape[1]
+    return by_kv_head(self.queries, kv_heads).astype(jnp.float32)
 
   @property
   def real(self) -> Bool[Array, "B K"]:
