@@ -7,7 +7,6 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.kernels.select import among_largest, largest
-from kvjax.kernels.select import mask_to_slots as mask_to_slots
 
 _HIGHEST = float(jnp.finfo(jnp.float32).max)
 # Below the scores of protected slots.

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Shaped
 
 from kvjax.cache.layers import LayerCache
-from kvjax.selection import mask_to_slots
+from kvjax.kernels.select import mask_to_slots
 from kvjax.struct import static, struct
 
 

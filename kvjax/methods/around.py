@@ -6,10 +6,11 @@ from typing import Self
 from jaxtyping import Array, Int, PyTree
 
 from kvjax.activations import Activations
+from kvjax.allocation.base import Allocation
 from kvjax.cache.layers import LayerCache
 from kvjax.errors import InputError
 from kvjax.labels import name_of
-from kvjax.methods.base import Allocation, LayerBudget, Method
+from kvjax.methods.base import LayerBudget, Method
 from kvjax.model import Geometry
 
 

@@ -10,9 +10,8 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from kvjax.activations import Activations
-from kvjax.allocation.base import Allocation as Allocation
+from kvjax.allocation.base import Allocation, Uniform
 from kvjax.allocation.base import LayerBudget as LayerBudget
-from kvjax.allocation.base import Uniform
 from kvjax.cache.layers import LayerCache
 from kvjax.cache.observation import ObservationWindow
 from kvjax.errors import InputError

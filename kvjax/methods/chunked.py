@@ -11,13 +11,12 @@ from kvjax.allocation.per_chunk import PerChunk
 from kvjax.cache.layers import LayerCache
 from kvjax.errors import InputError
 from kvjax.kernels.chunks import by_chunk
-from kvjax.kernels.select import slots_to_mask
+from kvjax.kernels.select import mask_to_slots, slots_to_mask
 from kvjax.labels import name_of
 from kvjax.methods.around import Using, refuse_joined
 from kvjax.methods.base import LayerBudget
 from kvjax.methods.traits import Traits
 from kvjax.options.bounds import check_least
-from kvjax.selection import mask_to_slots
 
 
 @dataclasses.dataclass(frozen=True)

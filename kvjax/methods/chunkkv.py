@@ -9,13 +9,13 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 from kvjax.activations import Activations
 from kvjax.cache.layers import LayerCache
 from kvjax.kernels.chunks import by_chunk
-from kvjax.kernels.select import among_largest
+from kvjax.kernels.select import among_largest, mask_to_slots
 from kvjax.methods.base import LayerBudget, Method
 from kvjax.methods.last_queries import window_mass
 from kvjax.methods.snapkv import SnapKV
 from kvjax.methods.traits import Traits
 from kvjax.options.bounds import check_least
-from kvjax.selection import last_tokens, mask_to_slots, newest
+from kvjax.selection import last_tokens, newest
 
 Scope = Literal["layer", "head"]
 

@@ -8,19 +8,19 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.activations import Activations
-from kvjax.allocation.base import Uniform
+from kvjax.allocation.base import Allocation, Uniform
 from kvjax.allocation.lag_law import LagLaw
 from kvjax.allocation.partitions import Partitions
 from kvjax.cache.heads import heads_of
 from kvjax.cache.layers import LayerCache
 from kvjax.errors import InputError
 from kvjax.heads import Head
-from kvjax.kernels.select import among_largest
-from kvjax.methods.base import Allocation, LayerBudget, Method
+from kvjax.kernels.select import among_largest, mask_to_slots
+from kvjax.methods.base import LayerBudget, Method
 from kvjax.methods.traits import Traits
 from kvjax.options.bounds import check_layers, check_least, check_used
 from kvjax.options.budgets import Retention
-from kvjax.selection import finite, mask_to_slots, top_slots
+from kvjax.selection import finite, top_slots
 
 Mode = Literal["paper", "kvpress"]
 Reference = Literal["next", "own"]

@@ -16,7 +16,7 @@ from kvjax.cache.layers import LayerCache
 from kvjax.errors import InputError
 from kvjax.heads import Head, by_kv_head
 from kvjax.kernels.attention import AttentionOptions
-from kvjax.kernels.select import largest, slots_to_mask
+from kvjax.kernels.select import largest, mask_to_slots, slots_to_mask
 from kvjax.methods.base import LayerBudget, Method
 from kvjax.methods.last_queries import window_mass, window_queries
 from kvjax.methods.ranking import (
@@ -31,7 +31,7 @@ from kvjax.methods.ranking import (
 from kvjax.methods.snapkv import SnapKV
 from kvjax.methods.traits import Traits
 from kvjax.options.bounds import check_least, check_used
-from kvjax.selection import last_tokens, mask_to_slots, newest
+from kvjax.selection import last_tokens, newest
 
 Clusters = Literal["prototypes", "lsh", "kmeans", "none"]
 Score = Literal["qk_sum", "qk_mean", "attn_sum", "attn_mean", "attn_center"]

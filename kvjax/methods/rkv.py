@@ -11,13 +11,14 @@ from kvjax.activations import Activations
 from kvjax.cache.layers import LayerCache
 from kvjax.heads import by_kv_head
 from kvjax.kernels.dispatch import on_mesh
+from kvjax.kernels.select import mask_to_slots
 from kvjax.methods.base import ScoringMethod
 from kvjax.methods.last_queries import window_queries
 from kvjax.methods.snapkv import pool
 from kvjax.methods.softmax import softmax
 from kvjax.methods.traits import Traits
 from kvjax.options.bounds import check_least, check_odd, check_share
-from kvjax.selection import floor_share, last_tokens, mask_to_slots
+from kvjax.selection import floor_share, last_tokens
 
 # Keys whose cosines are computed together.
 _TILE = 128

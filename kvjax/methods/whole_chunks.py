@@ -11,13 +11,12 @@ from kvjax.allocation.whole_chunks import WholeChunkCounts
 from kvjax.cache.layers import LayerCache
 from kvjax.errors import InputError
 from kvjax.kernels.chunks import by_chunk
-from kvjax.kernels.select import among_largest
+from kvjax.kernels.select import among_largest, mask_to_slots
 from kvjax.labels import name_of
 from kvjax.methods.around import Using
 from kvjax.methods.base import LayerBudget
 from kvjax.methods.traits import Traits
 from kvjax.options.bounds import check_least
-from kvjax.selection import mask_to_slots
 
 
 @runtime_checkable
