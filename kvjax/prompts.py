@@ -50,6 +50,10 @@ Rows = Sequence[Sequence[int]] | Int[np.ndarray, "B n"]
 class Prompts:
   """A batch of token rows, padded on the right.
 
+  Raises InputError if tokens, lengths or mask are not arrays of these types and
+  shapes, a length is below 1 or beyond the width of the rows, or lengths are
+  traced, as within `jax.jit`.
+
   Attributes:
     tokens: token ids; arbitrary after the end of a row.
     lengths: number of tokens of each row.
@@ -158,7 +162,11 @@ class Prompts:
     return _known(self.lengths).astype(np.int32)
 
   def rows(self) -> list[list[int]]:
-    """Returns the tokens as lists."""
+    """Returns the tokens as lists.
+
+    Raises:
+      InputError: they are traced, as within `jax.jit`.
+    """
     tokens, lengths = _known(self.tokens), self.known_lengths
     return [row[:n].tolist() for row, n in zip(tokens, lengths, strict=True)]
 
@@ -211,7 +219,11 @@ def _check_integers(name: str, array: Any, dimensions: int) -> None:
 
 
 def check_batch(prompts: Any) -> None:
-  """Refuses what is not `Prompts`, for callers without a type checker."""
+  """Refuses what is not `Prompts`, for callers without a type checker.
+
+  Raises:
+    InputError: it is something else.
+  """
   if not isinstance(prompts, Prompts):
     raise InputError(
       f"Prompts must be kvjax.Prompts, and a {type(prompts).__name__} is not; "

@@ -67,7 +67,11 @@ class StreamingHeads(Allocation):
     return (self.pattern,) if self.pattern else ()
 
   def check_model(self, geometry: Geometry) -> None:
-    """Refuses a model with other layers or KV heads than the pattern."""
+    """Refuses a model with other layers or KV heads than the pattern.
+
+    Raises:
+      InputError: they differ, or a layer has a window.
+    """
     if not self.gates:
       return
     gates = np.array(self.gates)

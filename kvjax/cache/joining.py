@@ -54,7 +54,7 @@ def group_caches(
       to a group.
 
   Raises:
-    InputError: `caches` is no list.
+    InputError: `caches` is no list of caches, or one has been donated.
 
   Examples:
     >>> import kvjax
@@ -186,10 +186,11 @@ def stack(caches: Sequence[Cache]) -> Cache:
   one cache must share one in the largest.
 
   Raises:
-    InputError: there is none; they have different numbers of rows; their layers
-      are of different kinds, are larger than a stack that they would join, or
-      differ in what does not grow, such as heads, channels, and the keys that a
-      retrieval method reads; or they evict by different plans while decoding.
+    InputError: there is none; one has been donated; they have different numbers
+      of rows; their layers are of different kinds, are larger than a stack that
+      they would join, or differ in what does not grow, such as heads, channels,
+      and the keys that a retrieval method reads; or they evict by different
+      plans while decoding.
 
   Examples:
     >>> import kvjax
@@ -349,7 +350,7 @@ def unstack(cache: Cache, count: int) -> tuple[Cache, ...]:
   with shorter rows have less room left than alone.
 
   Raises:
-    InputError: the rows cannot be divided so.
+    InputError: the rows cannot be divided so, or the cache has been donated.
 
   Examples:
     >>> import kvjax

@@ -51,6 +51,8 @@ class Calibration:
   further features, the choice among measured retentions and preset "recite" are
   ours.
 
+  Raises InputError if a field is out of range, or is not one of the preset.
+
   Attributes:
     alpha: slope of NLL(c), per nat.
     beta: intercept.
@@ -349,6 +351,9 @@ class Calibrated:
   calibration knows what quality its curve leaves on average, the curve is asked
   for as much as that needs. A prompt of one token, which has no likelihood, is
   kept whole.
+
+  Raises InputError if tau is not above 0 and at most 1, or the rounding is
+  unknown.
 
   Attributes:
     calibration: calibration of the model and the method.

@@ -150,7 +150,11 @@ def _check_lengths(
 
 
 def check_caches(caches: Any) -> None:
-  """Refuses anything but caches, no cache at all, and donated caches."""
+  """Refuses anything but caches, no cache at all, and donated caches.
+
+  Raises:
+    InputError: it is one of these.
+  """
   many = caches if isinstance(caches, Sequence) else [caches]
   if not many:
     raise InputError("There is nothing to continue; give at least one cache.")
@@ -209,7 +213,13 @@ def check_prompts(
   prompts: Prompts | Float[Array, "B V"],
   decoding: Decoding,
 ) -> int:
-  """Refuses prompts that do not fit a cache; returns their padded width."""
+  """Refuses prompts that do not fit a cache; returns their padded width.
+
+  Raises:
+    InputError: something has the wrong type, the cache is of another model,
+      rows differ in number, a token is none of the model's, or context, prompt
+      and answer are longer than the model's context.
+  """
   check_decoding(decoding)
   check_cache(model, cache)
   # A sum of the next lines may not fit 32 bits.

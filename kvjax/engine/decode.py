@@ -36,6 +36,9 @@ _TOKENS = 32
 class Decoding:
   """Options of decoding.
 
+  Raises InputError if `max_new_tokens` is no whole number of 1 or more, or
+  `stop_ids` or `sampling` have the wrong type.
+
   Attributes:
     max_new_tokens: maximum number of tokens to generate per row.
     stop_ids: a row ends before the first of these tokens.
@@ -79,7 +82,11 @@ class Decoding:
 
 
 def check_decoding(decoding: Any) -> None:
-  """Refuses what is no `Decoding`, for callers without a type checker."""
+  """Refuses what is no `Decoding`, for callers without a type checker.
+
+  Raises:
+    InputError: it is none.
+  """
   if not isinstance(decoding, Decoding):
     raise InputError(
       "Options of decoding are those of kvjax.Decoding, as in "

@@ -29,7 +29,9 @@ def negative_log_likelihood(
   own forward pass; `kvjax.measured_sweep` computes the same during prefill.
 
   Raises:
-    InputError: a prompt is longer than the model's context.
+    InputError: an argument has a wrong type, a prompt is longer than the
+      model's context or has a token that it does not embed, or prompts are
+      arguments of `jax.jit`.
 
   Examples:
     >>> import kvjax
@@ -71,9 +73,10 @@ def answer_nll(
     answers: one answer per row.
 
   Raises:
-    InputError: rows, questions and answers differ in number, questions or
-      answers have a mask, the cache evicts while decoding, or all together are
-      longer than the model's context.
+    InputError: an argument has a wrong type, rows, questions and answers differ
+      in number, questions or answers have a mask or a token that the model does
+      not embed, the cache is of another model, has been donated or evicts while
+      decoding, or all together are longer than the model's context.
 
   Examples:
     >>> import kvjax

@@ -54,13 +54,14 @@ def prefill(
     block attended to the compressed cache.
 
   Raises:
-    InputError: a prompt is longer than the model's context or protects more
-      tokens than are kept, it cannot be recited where the budget depends on
-      that (see `kvjax.recited`), the method rerotates keys and the model
-      cannot, the mesh has other axes than those of
-      `kvjax.cache.sharding.parse_mesh`, prompts are an argument of `jax.jit`,
-      or it is called within `jax.jit` and the sizes of the cache depend on
-      scores.
+    InputError: an argument has a wrong type, a prompt is longer than the
+      model's context, has a token that it does not embed or protects more
+      tokens than are kept, the plan does not fit the model's layers, a prompt
+      cannot be recited where the budget depends on that (see `kvjax.recited`),
+      the method rerotates keys and the model cannot, the mesh has other axes
+      than those of `kvjax.cache.sharding.parse_mesh`, prompts are an argument
+      of `jax.jit`, or it is called within `jax.jit` and the sizes of the cache
+      depend on scores.
 
   Examples:
     >>> import kvjax
@@ -111,8 +112,8 @@ def sweep(
     One cache for each plan, and the logits after each row's last token.
 
   Raises:
-    InputError: a prompt is longer than the model's context, there is no plan,
-      or one works in blocks, which needs its own forward pass.
+    InputError: there is no plan, one works in blocks, which needs its own
+      forward pass, or see `prefill`.
 
   Examples:
     >>> import kvjax

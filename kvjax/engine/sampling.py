@@ -28,6 +28,9 @@ class Sampling:
   a batch get different answers. A row of a batch therefore answers as it does
   alone only if it has the same seed, as `seeds` of `kvjax.generate` gives it.
 
+  Raises InputError if a number is out of range, or `top_p` or `top_k` is set at
+  a temperature of 0.
+
   Attributes:
     temperature: 0 takes the most likely token; a positive value divides the
       logits.

@@ -33,11 +33,19 @@ class Using(Method):
       )
 
   def check_model(self, geometry: Geometry) -> None:
-    """Refuses what the method refuses."""
+    """Refuses the models that the other method refuses.
+
+    Raises:
+      InputError: it does.
+    """
     self.over.check_model(geometry)
 
   def check_activations(self, activations: Activations) -> None:
-    """Refuses what the method refuses."""
+    """Refuses the layers that the other method refuses.
+
+    Raises:
+      InputError: it does.
+    """
     self.over.check_activations(activations)
 
   def load(self) -> PyTree:

@@ -73,7 +73,11 @@ class ExpectedAttention(ScoringMethod):
     )
 
   def check_model(self, geometry: Geometry) -> None:
-    """Refuses a model with other heads than the statistics."""
+    """Refuses a model with other heads than the statistics.
+
+    Raises:
+      InputError: they differ.
+    """
     if self.statistics:
       self._stored.check(geometry, "query_mean", per_query_head=True)
       self._stored.check(geometry, "query_cov", per_query_head=True)

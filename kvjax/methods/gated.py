@@ -155,11 +155,19 @@ class GatedMethod(ScoringMethod):
     return shared_by(self.level)
 
   def check_model(self, geometry: Geometry) -> None:
-    """Refuses a model with other layers or KV heads than the weights."""
+    """Refuses a model with other layers or KV heads than the weights.
+
+    Raises:
+      InputError: they differ, or there are no weights.
+    """
     self.read().check(geometry)
 
   def check_activations(self, activations: Activations) -> None:
-    """Refuses inputs of another width than the weights'."""
+    """Refuses inputs of another width than the weights'.
+
+    Raises:
+      InputError: it differs.
+    """
     assert activations.inputs is not None
     self.read().check_width(activations.inputs)
 

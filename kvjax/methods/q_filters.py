@@ -58,7 +58,11 @@ class QFilters(ScoringMethod):
     )
 
   def check_model(self, geometry: Geometry) -> None:
-    """Refuses a model with other heads than the filters."""
+    """Refuses a model with other heads than the filters.
+
+    Raises:
+      InputError: they differ.
+    """
     if self.filters:
       self._stored.check(geometry, _NAME, per_query_head=False)
 

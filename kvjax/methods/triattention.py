@@ -94,7 +94,11 @@ class TriAttention(Method):
     )
 
   def check_model(self, geometry: Geometry) -> None:
-    """Refuses a model with other heads than the statistics."""
+    """Refuses a model with other heads than the statistics.
+
+    Raises:
+      InputError: they differ.
+    """
     if self.statistics:
       for name in (CENTER, LENGTHS):
         self._stored.check(geometry, name, per_query_head=True)

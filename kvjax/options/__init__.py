@@ -1,1 +1,1 @@
-"""Names with options, budgets and schedules."""
+"""Budgets, schedules, and checks of options."""

@@ -22,6 +22,9 @@ class Tokens:
 
   Layers with a window keep theirs, whatever the budget.
 
+  Raises InputError if the count is no whole number of 1 or more, or has more
+  than 32 bits.
+
   Attributes:
     count: number of tokens.
 
@@ -66,6 +69,9 @@ class Retention:
   """A budget of a share of the row's tokens per KV head and layer.
 
   Layers with a window keep theirs, whatever the budget.
+
+  Raises InputError if the share is not above 0 and at most 1, or the rounding
+  is unknown.
 
   Attributes:
     share: above 0, at most 1.
@@ -166,6 +172,9 @@ class Threshold:
   Source: the inference of Dynamic Memory Sparsification, arXiv 2506.05345, as
   arXiv 2601.07891 (KVzap) applies it.
 
+  Raises InputError if the score is no number, or the window no whole number of
+  1 or more.
+
   Attributes:
     least: the lowest score that is kept; -inf keeps everything.
     window: number of last tokens that are kept whatever their score.
@@ -196,6 +205,9 @@ class Threshold:
 @dataclasses.dataclass(frozen=True)
 class PerLayer:
   """A budget of its own for every layer.
+
+  Raises InputError if there is no layer, or one whose budget is neither tokens
+  nor a share.
 
   Attributes:
     layers: the budget of each layer of the model, the lowest first, or a number

@@ -20,6 +20,9 @@ class Schedule:
   With `every`, the method also evicts while decoding, after every `every`
   tokens that are appended to the cache.
 
+  Raises InputError if a size is no whole number of 1 or more, or `first` is
+  given without `block`.
+
   Attributes:
     block: tokens per block of the prompt; None for the whole prompt at once.
     first: tokens of the first block, if it has another size.

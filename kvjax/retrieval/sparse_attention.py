@@ -15,6 +15,9 @@ from kvjax.retrieval.base import Retrieval
 class SparseAttention:
   """Attention to the resident tokens and to a few retrieved keys.
 
+  Raises InputError if the method or the budget has the wrong type, or the
+  method is no hashable value.
+
   Attributes:
     retrieval: the method that selects the keys.
     budget: keys that each KV head retrieves per token, in addition to the

@@ -43,7 +43,7 @@ def check_retrieval(retrieval: Retrieval) -> None:
   This takes seconds on a CPU.
 
   Args:
-    retrieval: the method; it retrieves ten keys, whatever its `reads`.
+    retrieval: the method; it retrieves ten keys, whatever its `keys`.
 
   Raises:
     InputError: a check fails; the message says what is wrong and how to fix it.
@@ -56,8 +56,8 @@ def check_retrieval(retrieval: Retrieval) -> None:
   checks.check_value(retrieval, Retrieval)
   # With `keys`, the method would ignore the budget of these checks.
   retrieval = dataclasses.replace(retrieval, keys=0)
-  dense = (n for n in range(_MOST_LAYERS) if not retrieval.is_dense(n))
-  layer = next(dense, None)
+  indexed = (n for n in range(_MOST_LAYERS) if not retrieval.is_dense(n))
+  layer = next(indexed, None)
   name = type(retrieval).__name__
   require(
     layer is not None,
