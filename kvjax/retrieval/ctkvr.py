@@ -2,11 +2,11 @@
 
 import dataclasses
 import math
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from kvjax.clustering import unit
 from kvjax.errors import InputError
@@ -165,11 +165,9 @@ class CTkvr(Retrieval):
     max_length = math.floor(exact_share(self.list_ratio) * budget.max_keys)
     # With a ring, later lists also hold tokens that are not stored yet, so a
     # short prompt does not limit their length.
-    rho = (
-      max_length
-      if self.ring_size
-      else min(max_length, prompt.end - prompt.start)
-    )
+    rho = max_length
+    if not self.ring_size:
+      rho = min(max_length, prompt.end - prompt.start)
     on_cpu = target_platform() == "cpu"
     logits = _CPU_LOGITS if on_cpu else _LOGITS // prompt.together
     tile = max(1, logits // head.positions.shape[0])
@@ -255,7 +253,7 @@ class CTkvr(Retrieval):
     index: Lists,
     update: tuple[Float[Array, "G D"], Int[Array, " R"] | None],
     real: Bool[Array, ""],
-  ) -> Any:
+  ) -> PyTree[Array | Entry | None]:
     """Replaces the oldest centroid by the new one."""
     if not self.update:
       return None
@@ -336,10 +334,6 @@ class CTkvr(Retrieval):
     pending = prompt.head.valid & (number >= 0) & ~prompt.retrievable
     return jnp.where(pending, number + empty, stored)
 
-  def _num_probed(self, index: Lists) -> int:
-    """Number of lists that a token recalls."""
-    return min(self.probes, index.slots.shape[0])
-
   def _recall(
     self, index: Lists, direction: Float[Array, "G D"]
   ) -> Int[Array, " M"]:
@@ -347,7 +341,7 @@ class CTkvr(Retrieval):
     centroids = index.centroids.astype(jnp.float32)
     near = jnp.max(jnp.einsum("gcd,gd->gc", centroids, direction), axis=0)
     real = jnp.arange(near.shape[0], dtype=jnp.int32) < index.size
-    probes = self._num_probed(index)
+    probes = min(self.probes, index.slots.shape[0])
     near = jnp.where(real, near, -jnp.inf)
     lists = largest(near, jnp.asarray(probes, jnp.int32), probes)
     return jnp.where(lists[:, None] >= 0, index.slots[lists], -1).reshape(-1)

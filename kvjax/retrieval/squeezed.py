@@ -1,11 +1,10 @@
 """Squeezed Attention: clusters of keys, ranked by their estimated attention."""
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from kvjax.clustering import unit
 from kvjax.options.bounds import check_least
@@ -100,7 +99,7 @@ class SqueezedAttention(ClusterRetrieval):
 
   def update_index(
     self, index: Squeezed, update: Float[Array, "G D"], real: Bool[Array, ""]
-  ) -> Any:
+  ) -> PyTree[Array | Entry | None]:
     """Appends the queries to the ring."""
     window = index.queries.shape[1]
     # Padding goes beyond the end, where nothing is written.
