@@ -223,40 +223,43 @@ def check_prompts(
   check_decoding(decoding)
   check_cache(model, cache)
   # A sum of the next lines may not fit 32 bits.
-  processed = read(cache.next_positions).astype(np.int64)
-  rows = len(processed)
-  if not isinstance(prompts, Prompts):
-    if isinstance(prompts, list | tuple | str) or np.ndim(prompts) != 2:
+  lengths = read(cache.next_positions).astype(np.int64)
+  rows, width = len(lengths), 0
+  if isinstance(prompts, Prompts):
+    check_unprotected(prompts)
+    questions, width = prompts.tokens.shape
+    if rows != questions:
       raise InputError(
-        "What follows a cache is kvjax.Prompts, or the logits that its prefill "
-        f"returned; a {type(prompts).__name__} is neither: make prompts of "
-        "lists of tokens with kvjax.Prompts.of."
+        f"The cache has {rows} rows and {questions} questions; give one for "
+        "each."
       )
-    if len(prompts) != rows:
-      raise InputError(
-        f"The cache has {rows} rows and the logits {len(prompts)}; give those "
-        "that its prefill returned."
-      )
-    width = np.shape(prompts)[1]
-    if isinstance(model, Vocabulary) and width != model.vocab_size:
-      raise InputError(
-        f"The logits are of {width} tokens and the model has "
-        f"{model.vocab_size}; give those that its prefill returned."
-      )
-    _check_lengths(model, cache, processed + decoding.max_new_tokens, 0)
-    return 0
-  check_unprotected(prompts)
-  questions = prompts.tokens.shape[0]
-  if rows != questions:
-    raise InputError(
-      f"The cache has {rows} rows and {questions} questions; give one for each."
-    )
-  width = prompts.tokens.shape[1]
-  lengths = prompts.known_lengths
-  check_tokens(model, prompts.tokens, lengths)
-  total = processed + lengths + decoding.max_new_tokens
-  _check_lengths(model, cache, total, width)
+    check_tokens(model, prompts.tokens, prompts.known_lengths)
+    lengths = lengths + prompts.known_lengths
+  else:
+    _check_logits(model, prompts, rows)
+  _check_lengths(model, cache, lengths + decoding.max_new_tokens, width)
   return width
+
+
+def _check_logits(model: Model, logits: Any, rows: int) -> None:
+  """Refuses what is no prefill's logits, given to continue these rows."""
+  if isinstance(logits, list | tuple | str) or np.ndim(logits) != 2:
+    raise InputError(
+      "What follows a cache is kvjax.Prompts, or the logits that its prefill "
+      f"returned; a {type(logits).__name__} is neither: make prompts of lists "
+      "of tokens with kvjax.Prompts.of."
+    )
+  if len(logits) != rows:
+    raise InputError(
+      f"The cache has {rows} rows and the logits {len(logits)}; give those "
+      "that its prefill returned."
+    )
+  width = np.shape(logits)[1]
+  if isinstance(model, Vocabulary) and width != model.vocab_size:
+    raise InputError(
+      f"The logits are of {width} tokens and the model has "
+      f"{model.vocab_size}; give those that its prefill returned."
+    )
 
 
 def missing_slots(

@@ -126,7 +126,8 @@ def _evaluate_all(
       block = _empty_block(model, prepared, view, spec)
       return _evaluate(prepared.plan, layer, view, block)
 
-    places = jnp.arange(len(layers)), jnp.asarray(layers, jnp.int32)
+    index = jnp.arange(len(layers), dtype=jnp.int32)
+    places = index, jnp.asarray(layers, jnp.int32)
     by_stack.append(jax.lax.map(one_layer, places))
   return jax.tree.map(lambda *each: jnp.concatenate(each), *by_stack)
 

@@ -334,9 +334,10 @@ def _generate_and_discard(
   # With the padding, which takes slots, too.
   width = 0 if feeds is None else feeds[0].shape[1]
   cache = grow_for(cache, inputs.prepared, width, decoding)
-  return _run(model, params, layers, cache, logits, feeds, inputs, decoding)[
-    0
-  ], None
+  decoded, _ = _run(
+    model, params, layers, cache, logits, feeds, decoding, inputs
+  )
+  return decoded, None
 
 
 @functools.partial(jax.jit, **_KEEPING)
@@ -351,7 +352,7 @@ def _generate_and_keep(
   *,
   decoding: Decoding,
 ) -> tuple[DecodedTokens, Cache]:
-  return _run(model, params, layers, cache, logits, feeds, inputs, decoding)
+  return _run(model, params, layers, cache, logits, feeds, decoding, inputs)
 
 
 def _run(
@@ -361,8 +362,8 @@ def _run(
   cache: Cache,
   logits: Float[Array, "B V"] | None,
   feeds: Feeds | None,
-  inputs: DecodingInputs,
   decoding: Decoding,
+  inputs: DecodingInputs,
 ) -> tuple[DecodedTokens, Cache]:
   """Feeds the prompts, evicts if due, and decodes.
 

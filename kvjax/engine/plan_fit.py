@@ -102,7 +102,7 @@ def repeats(plan: Plan) -> bool:
   return plan.method.traits.replay is not None or recites(plan)
 
 
-def check_request(
+def check_repeat_request(
   model: Model, plans: Iterable[Plan], prompts: Prompts
 ) -> None:
   """Refuses a request to repeat that has tokens which a model does not embed.

@@ -17,7 +17,7 @@ from kvjax.engine.layer_budgets import check_always_kept
 from kvjax.engine.plan_fit import (
   check_context_axis,
   check_plan,
-  check_request,
+  check_repeat_request,
   recites,
   warn_without_request,
 )
@@ -202,7 +202,7 @@ def _check_sweep(
   for plan in plans:
     check_plan(model, plan)
     check_context_axis(model, params, plan, prompts.tokens.shape[1])
-  check_request(model, plans, prompts)
+  check_repeat_request(model, plans, prompts)
   warn_without_request(plans, prompts)
   if any(map(recites, plans)):
     check_recitable(model, prompts)

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
@@ -115,7 +116,7 @@ def all_activations(
     one,
     queries_unrotated=other.queries,
     inputs=inputs,
-    output_projection=jax.numpy.asarray(projection, dtype),
+    output_projection=jnp.asarray(projection, dtype),
     rerotate=LayerRotation(model, model.geometry.layers[0]),
     replayed=replayed,
   )
@@ -131,7 +132,7 @@ def rows_of(
 
   def join(name: str, axis: int) -> Any:
     leaves = [getattr(source, name)[row] for source, row in places]
-    return jax.numpy.stack([cut(leaf, axis) for leaf in leaves])
+    return jnp.stack([cut(leaf, axis) for leaf in leaves])
 
   by_head = ("queries", "keys", "values", "keys_unrotated")
   others = ("queries_unrotated", "replayed")
