@@ -1,5 +1,6 @@
 """The forward pass over the layers, compiled once per kind of layer."""
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -71,6 +72,10 @@ class _Run(NamedTuple):
   length: int
 
 
+# Hidden states, and the stacks of states.
+_Carry = tuple[Float[Array, "B S E"], tuple[Any, ...]]
+
+
 def run_layers(
   model: Model,
   params: PyTree,
@@ -99,53 +104,95 @@ def run_layers(
   Returns:
     The hidden states after the final norm, and the new stacks.
   """
-  stacks, order = states
-  geometry = model.geometry
   weights = layer_stacks(model, params)
-  weight_index = jnp.asarray(geometry.weight_index, jnp.int32)
-  state_index = jnp.asarray(ranks(order), jnp.int32)
+  weight_index = jnp.asarray(model.geometry.weight_index, jnp.int32)
+  state_index = jnp.asarray(ranks(states.order), jnp.int32)
   hidden, shared = model.embed(params, tokens, positions)
-  # Of a pattern in a loop, XLA would copy the weights of layers that are alone;
-  # where there are many tokens, this matters less than the time to compile.
-  step_on_gpu = tokens.shape[1] == 1 and target_platform() == "gpu"
+  one = _Pass(
+    model,
+    weights,
+    weight_index,
+    state_index,
+    shared,
+    positions,
+    step,
+    remat,
+    step_on_gpu=tokens.shape[1] == 1 and target_platform() == "gpu",
+  )
+  kinds = zip(model.geometry.layers, states.order, strict=True)
+  runs = _runs([_Kind(spec, stack) for spec, stack in kinds])
+  period, repeats = _repetition(runs)
+  carry: _Carry = (hidden, tuple(states.stacks))
+  start = 0
+  # In a loop of patterns, XLA would copy the weights of layers that are alone,
+  # on GPUs. With many tokens, this matters less than the time to compile.
+  if repeats > 1 and not one.step_on_gpu:
+    pattern = runs[:period]
+    size = sum(each.length for each in pattern)
+    # The number of a period's first layer; weights and states follow from it.
+    starts = size * jnp.arange(repeats, dtype=jnp.int32)
+    carry, _ = jax.lax.scan(
+      lambda carry, at: (one.run_all(carry, pattern, at), None), carry, starts
+    )
+    start = size * repeats
+    runs = runs[period * repeats :]
+  hidden, stacks = one.run_all(carry, runs, start)
+  return model.normalize(params, hidden), stacks
 
-  def run(carry: Any, kind: _Kind, start: Any, length: int) -> Any:
-    stack = weights[kind.spec.weights]
+
+class _Pass(NamedTuple):
+  """What the layers have in common while a block of tokens runs through them.
+
+  Attributes:
+    model: the functions.
+    weights: stacks of weights.
+    weight_index: index of each layer in its stack of weights.
+    state_index: index of each layer in its stack of states.
+    shared: arrays that all layers share.
+    positions: position of each token in its row, -1 for padding.
+    step: the attention.
+    remat: recompute activations for the gradient.
+    step_on_gpu: whether it is a step of decoding on a GPU.
+  """
+
+  model: Model
+  weights: tuple[PyTree, ...]
+  weight_index: Int[Array, " L"]
+  state_index: Int[Array, " L"]
+  shared: PyTree
+  positions: Int[Array, "B S"]
+  step: Step
+  remat: bool
+  step_on_gpu: bool
+
+  def run_all(
+    self, carry: _Carry, runs: Sequence[_Run], start: Int[Array, ""] | int
+  ) -> _Carry:
+    """Runs several runs of layers, of which the first begins at `start`."""
+    for kind, length in runs:
+      carry = self._run(carry, kind, start, length)
+      start = start + length
+    return carry
+
+  def _run(self, carry: _Carry, kind: _Kind, start: Any, length: int) -> _Carry:
+    """Runs consecutive layers of a kind, in a loop if there are several."""
+    stack = self.weights[kind.spec.weights]
+    index = self.model.geometry.weight_index
     # Gradients flow best through slices that a scan makes of its inputs, which
     # requires that the loop covers the whole stack.
     covers_stack = length == jax.tree.leaves(stack)[0].shape[0]
-
-    def one_layer(carry: Any, xs: Any) -> tuple[Any, None]:
-      hidden, states = carry
-      layer, layer_weights = xs
-      if layer_weights is None:
-        layer_weights = index_layer(stack, weight_index[layer])
-
-      def attend(activations: Activations) -> Any:
-        # The whole stack: XLA updates a carry of the loop in place.
-        state = states[kind.stack]
-        place = Place(layer, kind.stack, state_index[layer])
-        return step(place, state, activations)
-
-      hidden, state = run_block(
-        model, layer_weights, kind.spec, hidden, shared, positions, attend
-      )
-      if kind.stack < 0:
-        return (hidden, states), None
-      new = (*states[: kind.stack], state, *states[kind.stack + 1 :])
-      return (hidden, new), None
-
-    body = jax.checkpoint(one_layer) if remat else one_layer
+    body: Any = functools.partial(self._layer, kind)
+    body = jax.checkpoint(body) if self.remat else body
     layers = start + jnp.arange(length, dtype=jnp.int32)
     if length == 1 and covers_stack:
       return body(carry, (layers[0], index_layer(stack, 0)))[0]
-    if length == 1 and step_on_gpu:
+    if length == 1 and self.step_on_gpu:
       # A product reads a static part of the stack in place.
-      here = index_layer(stack, geometry.weight_index[start])
+      here = index_layer(stack, index[start])
       return body(carry, (layers[0], here))[0]
-    if step_on_gpu and not covers_stack:
+    if self.step_on_gpu and not covers_stack:
       # Likewise, where the loop's own number says which part.
-      ahead = geometry.weight_index[start] - start
+      ahead = index[start] - start
       return jax.lax.fori_loop(
         start,
         start + length,
@@ -158,35 +205,38 @@ def run_layers(
       hidden, states = carry
       layer, hidden = jax.lax.optimization_barrier((layers[0], hidden))
       return body((hidden, states), (layer, None))[0]
-    return jax.lax.scan(body, carry, (layers, stack if covers_stack else None))[
-      0
-    ]
+    xs = (layers, stack if covers_stack else None)
+    return jax.lax.scan(body, carry, xs)[0]
 
-  runs = _runs(
-    [_Kind(s, i) for s, i in zip(geometry.layers, order, strict=True)]
-  )
-  period, repeats = _repetition(runs)
-  carry: Any = (hidden, tuple(stacks))
+  def _layer(
+    self, kind: _Kind, carry: _Carry, xs: tuple[Int[Array, ""], PyTree]
+  ) -> tuple[_Carry, None]:
+    """Runs a layer, given its number, and its weights if they are sliced."""
+    hidden, states = carry
+    layer, weights = xs
+    if weights is None:
+      stack = self.weights[kind.spec.weights]
+      weights = index_layer(stack, self.weight_index[layer])
 
-  def one_period(start: Any, carry: Any, runs: Sequence[_Run]) -> Any:
-    for kind, length in runs:
-      carry = run(carry, kind, start, length)
-      start = start + length
-    return carry
+    def attend(activations: Activations) -> Any:
+      # The whole stack: XLA updates a carry of the loop in place.
+      state = states[kind.stack]
+      place = Place(layer, kind.stack, self.state_index[layer])
+      return self.step(place, state, activations)
 
-  start = 0
-  if repeats > 1 and not step_on_gpu:
-    pattern = runs[:period]
-    size = sum(each.length for each in pattern)
-    # The number of a period's first layer; weights and states follow from it.
-    starts = size * jnp.arange(repeats, dtype=jnp.int32)
-    carry, _ = jax.lax.scan(
-      lambda carry, at: (one_period(at, carry, pattern), None), carry, starts
+    hidden, state = run_block(
+      self.model,
+      weights,
+      kind.spec,
+      hidden,
+      self.shared,
+      self.positions,
+      attend,
     )
-    start = size * repeats
-    runs = runs[period * repeats :]
-  hidden, states = one_period(start, carry, runs)
-  return model.normalize(params, hidden), states
+    if kind.stack < 0:
+      return (hidden, states), None
+    new = (*states[: kind.stack], state, *states[kind.stack + 1 :])
+    return (hidden, new), None
 
 
 def hidden_states(
