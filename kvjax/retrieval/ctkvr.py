@@ -10,7 +10,6 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from kvjax.clustering import unit
 from kvjax.errors import InputError
-from kvjax.heads import Head
 from kvjax.kernels.dispatch import target_platform
 from kvjax.kernels.select import largest
 from kvjax.options.bounds import check_least
@@ -149,50 +148,14 @@ class CTkvr(Retrieval):
 
   def index(self, prompt: Prompt, budget: KeyBudget) -> Lists:
     """Chooses the centroids and builds their lists."""
-    head = prompt.head
-    length = head.query_positions.shape[0]
-    tokens = jnp.sum(head.query_positions >= 0, dtype=jnp.int32)
-    max_centroids = self.centroids or min(_MAX_CENTROIDS, length // 16)
-    size = jnp.full((), self.centroids, jnp.int32)
-    if not self.centroids:
-      size = jnp.minimum(_MAX_CENTROIDS, tokens // 16)
-    size = jnp.clip(size, 1, jnp.maximum(tokens, 1))
-    max_centroids = min(max(max_centroids, 1), length)
-    indices = self._choose(prompt, length, tokens, size)[:max_centroids]
-    real = jnp.arange(max_centroids, dtype=jnp.int32) < size
-    queries = head.queries[:, indices].astype(jnp.float32)
+    indices, size = self._centroid_indices(prompt)
+    real = jnp.arange(len(indices), dtype=jnp.int32) < size
+    dtype = prompt.head.queries.dtype
+    queries = prompt.head.queries[:, indices].astype(jnp.float32)
     queries = jnp.where(real[None, :, None], queries, 0.0)
-    max_length = math.floor(exact_share(self.list_ratio) * budget.max_keys)
-    # With a ring, later lists also hold tokens that are not stored yet, so a
-    # short prompt does not limit their length.
-    rho = max_length
-    if not self.ring_size:
-      rho = min(max_length, prompt.end - prompt.start)
-    on_cpu = target_platform() == "cpu"
-    logits = _CPU_LOGITS if on_cpu else _LOGITS // prompt.together
-    tile = max(1, logits // head.positions.shape[0])
-    list_length = self._list_length(budget)
-
-    keys, numbers = head.keys, self._numbers(prompt)
-
-    def rank_keys(
-      centroid: tuple[Float[Array, "G D"], Int[Array, ""]],
-    ) -> Int[Array, " R"]:
-      query, position = centroid
-      scores = max_attention(query, keys, self._rankable(head, position))
-      if self.mask == "before":
-        scores = jnp.where(numbers >= 0, scores, -jnp.inf)
-      slots = largest(scores, list_length, rho)
-      return jnp.where(slots >= 0, numbers[slots], -1)
-
-    # In tiles, as logits of all centroids and keys would not fit into memory.
-    slots = jax.lax.map(
-      rank_keys,
-      (jnp.swapaxes(queries, 0, 1), indices),
-      batch_size=min(tile, max_centroids),
-    )
+    slots = self._build_lists(prompt, queries, indices, budget)
     return Lists(
-      unit(queries).astype(head.queries.dtype),
+      unit(queries).astype(dtype),
       jnp.where(real[:, None], slots, -1),
       size,
       jnp.zeros((), jnp.int32),
@@ -275,6 +238,24 @@ class CTkvr(Retrieval):
     """Length of this row's lists: rho."""
     return floor_share(budget.num_keys, self.list_ratio)
 
+  def _centroid_indices(
+    self, prompt: Prompt
+  ) -> tuple[Int[Array, " C"], Int[Array, ""]]:
+    """Indices of the queries that become centroids, and how many there are.
+
+    Later indices are arbitrary.
+    """
+    positions = prompt.head.query_positions
+    length, tokens = len(positions), jnp.sum(positions >= 0, dtype=jnp.int32)
+    max_centroids = self.centroids or min(_MAX_CENTROIDS, length // 16)
+    size = jnp.full((), self.centroids, jnp.int32)
+    if not self.centroids:
+      size = jnp.minimum(_MAX_CENTROIDS, tokens // 16)
+    size = jnp.clip(size, 1, jnp.maximum(tokens, 1))
+    max_centroids = min(max(max_centroids, 1), length)
+    chosen = self._choose(prompt, length, tokens, size)
+    return chosen[:max_centroids], size
+
   def _choose(
     self,
     prompt: Prompt,
@@ -310,13 +291,56 @@ class CTkvr(Retrieval):
       chosen = largest(lowest, size, length)
     return jnp.clip(chosen, 0, length - 1)
 
-  def _rankable(
-    self, head: Head, position: Int[Array, ""]
-  ) -> Bool[Array, " T"]:
-    """Mask of the slots that a centroid ranks."""
-    return (
-      head.valid & (head.positions <= position) if self.causal else head.valid
+  def _build_lists(
+    self,
+    prompt: Prompt,
+    queries: Float[Array, "G C D"],
+    indices: Int[Array, " C"],
+    budget: KeyBudget,
+  ) -> Int[Array, "C R"]:
+    """Lists the keys that each of some queries attends to most.
+
+    Args:
+      prompt: one KV head of the prompt.
+      queries: the queries.
+      indices: their indices in the prompt.
+      budget: how many keys `retrieve` will return.
+
+    Returns:
+      Numbers of the keys, as in `Lists.slots`.
+    """
+    head = prompt.head
+    max_length = math.floor(exact_share(self.list_ratio) * budget.max_keys)
+    # With a ring, later lists also hold tokens that are not stored yet, so a
+    # short prompt does not limit their length.
+    if not self.ring_size:
+      max_length = min(max_length, prompt.end - prompt.start)
+    on_cpu = target_platform() == "cpu"
+    logits = _CPU_LOGITS if on_cpu else _LOGITS // prompt.together
+    tile = max(1, logits // head.positions.shape[0])
+    list_length = self._list_length(budget)
+    keys, numbers = head.keys, self._numbers(prompt)
+
+    def rank_keys(
+      centroid: tuple[Float[Array, "G D"], Int[Array, ""]],
+    ) -> Int[Array, " R"]:
+      query, position = centroid
+      ranked = head.valid
+      if self.causal:
+        ranked = ranked & (head.positions <= position)
+      scores = max_attention(query, keys, ranked)
+      if self.mask == "before":
+        scores = jnp.where(numbers >= 0, scores, -jnp.inf)
+      slots = largest(scores, list_length, max_length)
+      return jnp.where(slots >= 0, numbers[slots], -1)
+
+    # In tiles, as logits of all centroids and keys would not fit into memory.
+    lists: Int[Array, "C R"] = jax.lax.map(
+      rank_keys,
+      (jnp.swapaxes(queries, 0, 1), indices),
+      batch_size=min(tile, len(indices)),
     )
+    return lists
 
   def _numbers(self, prompt: Prompt) -> Int[Array, " T"]:
     """Number of each slot in the lists; -1 for slots that are not listed."""
