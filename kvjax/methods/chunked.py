@@ -88,33 +88,24 @@ class Chunked(Using):
   ) -> Int[Array, "B K M"]:
     """Selects in each chunk what the method selects of it."""
     assert budget.parts is not None
-    chunks = self._cache(cache)
-    slots = self.over.select(
-      scores,
-      chunks,
-      LayerBudget(
-        # `_split` lays out (row, chunk) in the same row-major order.
-        budget.parts.reshape(-1),
-        self._width(cache.capacity),
-        protected=None
-        if budget.protected is None
-        else self._split(budget.protected[:, None, : cache.capacity])[:, 0],
-        share=None
-        if budget.share is None
-        else jnp.repeat(budget.share, budget.parts.shape[1]),
-      ),
-    )
-    # Slots of a chunk back to slots of the row.
-    width = self._width(cache.capacity)
-    kept = slots_to_mask(slots, width) & chunks.valid
     batch, kv_heads, capacity = cache.positions.shape
+    # Slots of a chunk: no more than there are.
+    width = min(self.length, capacity)
+    protected, share = budget.protected, budget.share
+    if protected is not None:
+      protected = self._split(protected[:, None, :capacity])[:, 0]
+    if share is not None:
+      share = jnp.repeat(share, budget.parts.shape[1])
+    # `_split` lays out (row, chunk) in the same row-major order.
+    counts = budget.parts.reshape(-1)
+    of_chunk = LayerBudget(counts, width, protected=protected, share=share)
+    chunks = self._cache(cache)
+    slots = self.over.select(scores, chunks, of_chunk)
+    # Slots of a chunk back to slots of the row.
+    kept = slots_to_mask(slots, width) & chunks.valid
     kept = kept.reshape(batch, -1, kv_heads, width)
     kept = jnp.moveaxis(kept, 1, 2).reshape(batch, kv_heads, -1)
     return mask_to_slots(kept[..., :capacity], budget.capacity)
-
-  def _width(self, slots: int) -> int:
-    """Slots of a chunk: no more than there are."""
-    return min(self.length, slots)
 
   def _cache(self, cache: LayerCache) -> LayerCache:
     """The cache with a row for each chunk."""
