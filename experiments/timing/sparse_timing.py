@@ -169,7 +169,7 @@ def _decode(
   def one(
     stack: Layer, token: Activations
   ) -> tuple[Layer, Float[Array, "B N S D"]]:
-    output, stack = stack.step(jnp.zeros((), jnp.int32), token)
+    output, stack = stack.step(token, jnp.zeros((), jnp.int32))
     return stack, output
 
   return jax.lax.scan(one, stack, tokens)

@@ -124,13 +124,13 @@ class Layer(abc.ABC):
     """
 
   def step(
-    self, index: Index, activations: Activations, arrange: Arrange | None = None
+    self, activations: Activations, index: Index, arrange: Arrange | None = None
   ) -> tuple[Float[Array, "B N S Dv"], Self]:
     """Appends a block to a layer of a stack and attends to the layer.
 
     Args:
-      index: index of the layer in the stack.
       activations: activations of the block.
+      index: index of the layer in the stack.
       arrange: maps the layer to what attention reads in its place.
 
     Returns:

@@ -89,11 +89,11 @@ class Slots(Layer):
     return self._attend(activations, self.positions, None), self
 
   def step(
-    self, index: Index, activations: Activations, arrange: Arrange | None = None
+    self, activations: Activations, index: Index, arrange: Arrange | None = None
   ) -> tuple[Float[Array, "B N S Dv"], Self]:
     """Appends a block and attends; slots are read in place, in the stack."""
     if arrange is not None:
-      return super().step(index, activations, arrange)
+      return super().step(activations, index, arrange)
     stack = self.append(activations, index)
     # Attention reads keys and values inside the stack; only the positions,
     # which are small, are sliced out.

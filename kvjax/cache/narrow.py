@@ -76,7 +76,7 @@ class NarrowLayer(TailedLayer):
     return self._attend(activations, self.kept, None), self
 
   def step(
-    self, index: Index, activations: Activations, arrange: Arrange | None = None
+    self, activations: Activations, index: Index, arrange: Arrange | None = None
   ) -> tuple[Float[Array, "B N S Dv"], "NarrowLayer"]:
     """Appends a block and attends; keys are never rerotated here."""
     assert arrange is None

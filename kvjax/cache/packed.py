@@ -232,7 +232,7 @@ class PackedLayer(TailedLayer):
     return self._attend(activations, self.pages, None, span)
 
   def step(
-    self, index: Index, activations: Activations, arrange: Arrange | None = None
+    self, activations: Activations, index: Index, arrange: Arrange | None = None
   ) -> tuple[Float[Array, "B N S Dv"], "PackedLayer"]:
     """Appends a block and attends; keys are never rerotated here."""
     assert arrange is None

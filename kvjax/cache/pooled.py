@@ -128,7 +128,7 @@ class PooledLayers(TailedLayer):
     raise NotImplementedError("A block attends to one layer of a pool.")
 
   def step(
-    self, index: Index, activations: Activations, arrange: Arrange | None = None
+    self, activations: Activations, index: Index, arrange: Arrange | None = None
   ) -> tuple[Float[Array, "B N S Dv"], "PooledLayers"]:
     """Appends a block to a layer and attends to it, in the pool."""
     assert arrange is None

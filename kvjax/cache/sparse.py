@@ -187,7 +187,7 @@ class SparseLayer(Layer):
     return layers.put(index, layer, updated)._join_rows(rows)
 
   def step(
-    self, index: Index, activations: Activations, arrange: Arrange | None = None
+    self, activations: Activations, index: Index, arrange: Arrange | None = None
   ) -> tuple[Float[Array, "B N S Dv"], "SparseLayer"]:
     """Appends a block and attends; keys are never rerotated here."""
     assert arrange is None

@@ -134,7 +134,7 @@ class WindowLayer(Layer):
     return attention_output(partial, activations), self
 
   def step(
-    self, index: Index, activations: Activations, arrange: Arrange | None = None
+    self, activations: Activations, index: Index, arrange: Arrange | None = None
   ) -> tuple[Float[Array, "B N S Dv"], "WindowLayer"]:
     """Attends to the ring and the block, then appends the block.
 

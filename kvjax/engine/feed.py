@@ -73,7 +73,7 @@ def append_block(
     place: Place, stack: Layer, activations: Activations
   ) -> tuple[Float[Array, "B N S Dv"], Layer]:
     arrange = arrange_for(activations, plan)
-    output, stack = stack.step(place.rank, activations, arrange)
+    output, stack = stack.step(activations, place.rank, arrange)
     if prepared is not None and place.stack in evicting:
       # Methods see one layer; `put` writes only what the method changed.
       view: Any = stack.at(place.rank)

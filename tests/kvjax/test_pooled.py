@@ -144,7 +144,7 @@ def test_a_step_copies_one_layer_once_on_a_cpu():
   """
   pool, seen = pool_of("float32")
   step = jax.jit(PooledLayers.step, donate_argnums=0)
-  compiled = step.lower(pool, jnp.int32(2), seen).compile()
+  compiled = step.lower(pool, seen, jnp.int32(2)).compile()
   layer = MOST * PAGE * 2 * WIDTH * 4
   assert compiled.cost_analysis()["bytes accessed"] < 3.4 * layer
   assert compiled.memory_analysis().temp_size_in_bytes < 1.2 * layer
@@ -167,7 +167,7 @@ def test_kernels_read_pages_where_they_lie(platform, kv_dtype):
   pool, seen = pool_of("bfloat16", rows=2, kv_dtype=kv_dtype)
   # Where the kernel declines, this raises an error.
   with kernels.use("pallas", platform):
-    program = jax.make_jaxpr(PooledLayers.step)(pool, jnp.int32(2), seen)
+    program = jax.make_jaxpr(PooledLayers.step)(pool, seen, jnp.int32(2))
   layer = 2 * MOST * PAGE * WIDTH
   large = {name for name, size in made_by(program.jaxpr) if size >= layer}
   assert large <= {"reshape", "broadcast_in_dim"}  # which adds an axis

@@ -62,7 +62,7 @@ def block(steps, dtype="float32"):
 
 
 def step(layer, tokens):
-  output, layer = layer.step(None, tokens)
+  output, layer = layer.step(tokens, None)
   return output, layer.index
 
 

@@ -90,8 +90,8 @@ def test_a_layer_steps_as_it_does_alone(kind, steps):
   stack = stack.offload()
   step = jax.jit(type(stack).step)
   new = block(9, steps)
-  expected, alone = step(layers[1], None, new)
-  output, after = step(stack, jnp.int32(1), new)
+  expected, alone = step(layers[1], new, None)
+  output, after = step(stack, new, jnp.int32(1))
   np.testing.assert_allclose(output, expected, atol=2e-6)
   assert np.isfinite(output).all()
   for number, layer in enumerate((layers[0], alone, layers[2])):

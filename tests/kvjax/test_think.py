@@ -57,7 +57,7 @@ def test_attention_equals_that_of_zeroed_channels():
   block = dataclasses.replace(block, positions=block.positions + starts)
   index = jnp.int32(0)
   stack = jax.tree.map(lambda x: x[None], layer.grow(4))
-  output, stack = stack.step(index, block)
+  output, stack = stack.step(block, index)
   after = stack.at(index)
   again, _ = after.attend(block)
   np.testing.assert_array_equal(output, again)
