@@ -46,16 +46,16 @@ class Layer(abc.ABC):
   of layers.
 
   `kvjax.cache.layers.Slots` has the same number of slots for every head,
-  `kvjax.cache.narrow.NarrowLayer` stores some channels of its keys,
   `kvjax.cache.packed.PackedLayer` as many as each head needs,
   `kvjax.cache.pooled.PooledLayers` as many as each layer and head needs,
+  `kvjax.cache.narrow.NarrowLayer` stores some channels of the keys it kept,
   `kvjax.cache.sparse.SparseLayer` reads only some of its slots, and
   `kvjax.cache.window.WindowLayer` is the ring of a sliding-window layer.
   """
 
   # Whether methods may evict from its slots.
   compressible: ClassVar[bool] = False
-  # Whether a slice of a stack has all of the layers that it is of.
+  # Whether slices of a stack along its leading axis are its layers.
   separable: ClassVar[bool] = True
 
   @property

@@ -205,7 +205,7 @@ def attend_to_selection(
   """Attends to the selected keys, with one query per head.
 
   Args:
-    queries: queries of the token, as they are without `rescale_queries`.
+    queries: queries of the token, not rescaled.
     rows: the stored keys and values.
     selection: what each KV head retrieves.
     options: scale and softcap of the layer.

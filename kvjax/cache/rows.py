@@ -92,7 +92,9 @@ class Rows:
       update(self.keys, keys), update(self.values, values), self.layer
     )
 
-  def _copy(self, rows: Shaped[Array, "*L B K F D"]) -> Array:
+  def _copy(
+    self, rows: Shaped[Array, "*L B K F D"]
+  ) -> Shaped[Array, "B K F D"]:
     if self.on_host:
       # Gathered on the host: slicing the stack would copy all of its layers.
       *lead, slots, _ = rows.shape

@@ -275,7 +275,9 @@ class SparseLayer(Layer):
     width = rows.values.shape[-1]
 
     def skip(
-      index: LayerIndex, query: Array, position: Array
+      index: LayerIndex,
+      query: Float[Array, "B N D"],
+      position: Int[Array, " B"],
     ) -> tuple[LayerIndex, Partial]:
       del position
       lse = jnp.full(query.shape[:2], -jnp.inf, jnp.float32)
@@ -283,7 +285,7 @@ class SparseLayer(Layer):
       return index, Partial(output, lse)
 
     def scan_token(
-      index: LayerIndex, token: tuple[Array, Array]
+      index: LayerIndex, token: tuple[Float[Array, "B N D"], Int[Array, " B"]]
     ) -> tuple[LayerIndex, Partial]:
       any_real = jnp.any(token[1] >= 0)  # skip padding of all rows
       attend = functools.partial(

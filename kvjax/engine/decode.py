@@ -25,7 +25,7 @@ from kvjax.struct import struct
 
 # Called on the host with the step and every row's token at that step; -1 for
 # rows that have ended.
-OnToken = Callable[[int, np.ndarray], None]
+OnToken = Callable[[int, Int[np.ndarray, " B"]], None]
 
 
 # Programs are compiled for answers of multiples of so many tokens.

@@ -130,7 +130,9 @@ def _read(file: pathlib.Path) -> KVzapGate:
   with open_tensors(file) as opened:
     present = {*opened.keys()}
 
-    def stack(suffix: str, shape: tuple[int, ...]) -> np.ndarray:
+    def stack(
+      suffix: str, shape: tuple[int, ...]
+    ) -> Float[np.ndarray, "L ..."]:
       arrays = []
       for layer in range(layers):
         name = f"layers.{layer}{suffix}"

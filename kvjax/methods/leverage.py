@@ -4,7 +4,7 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
 from kvjax.kernels.chunks import by_chunk, from_chunks
 from kvjax.kernels.sketch import leverage_rows, sketch
@@ -17,7 +17,7 @@ _CHOL_JITTER = 1e-2
 
 
 def draw_factors(
-  kind: Factor, key: Array, heads: int, dim: int, width: int
+  kind: Factor, key: PRNGKeyArray, heads: int, dim: int, width: int
 ) -> Float[Array, "K D k"] | None:
   """Draws an independent factor for every KV head; None for no sketch."""
   if kind == "none":
@@ -29,12 +29,16 @@ def draw_factors(
   return jax.vmap(lambda head: draw(head, dim, width))(keys)
 
 
-def gaussian_sketch(key: Array, dim: int, width: int) -> Float[Array, "D k"]:
+def gaussian_sketch(
+  key: PRNGKeyArray, dim: int, width: int
+) -> Float[Array, "D k"]:
   """Draws independent normals of variance 1 / width."""
   return jax.random.normal(key, (dim, width), jnp.float32) * width**-0.5
 
 
-def hadamard_sketch(key: Array, dim: int, width: int) -> Float[Array, "D k"]:
+def hadamard_sketch(
+  key: PRNGKeyArray, dim: int, width: int
+) -> Float[Array, "D k"]:
   """Draws a subsampled randomized Hadamard transform.
 
   Entries are ±1 / sqrt(k), so that norms are preserved on average. Dimensions

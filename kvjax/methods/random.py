@@ -4,7 +4,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, UInt
+from jaxtyping import Array, Float, Int, PRNGKeyArray, UInt
 
 from kvjax.activations import Activations
 from kvjax.cache.layers import LayerCache
@@ -49,7 +49,7 @@ class Random(ScoringMethod):
     hashes = jnp.sum(signs * factors, axis=-1, dtype=jnp.uint32)
 
     def score(
-      head: Array, position: Int[Array, ""], hashed: UInt[Array, ""]
+      head: PRNGKeyArray, position: Int[Array, ""], hashed: UInt[Array, ""]
     ) -> Float[Array, ""]:
       token = jax.random.fold_in(jax.random.fold_in(head, position), hashed)
       return jax.random.uniform(token, (), jnp.float32)

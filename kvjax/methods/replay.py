@@ -170,7 +170,9 @@ def _largest(
   count = -(-length // size)
   real = seen.positions[:, None] >= 0
 
-  def grouped(x: Float[Array, "B N R *D"], fill: float) -> Array:
+  def grouped(
+    x: Float[Array, "B N R *D"], fill: float
+  ) -> Float[Array, "B K G Q *D"]:
     padding = [(0, 0)] * x.ndim
     padding[2] = (0, count * size - length)
     return by_kv_head(jnp.pad(x, padding, constant_values=fill), kv_heads)

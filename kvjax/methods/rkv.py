@@ -245,6 +245,8 @@ class RKV(ScoringMethod):
     return seen, found
 
 
-def _tile_of(x: Shaped[Array, "B K T *D"], number: Int[Array, ""]) -> Array:
+def _tile_of(
+  x: Shaped[Array, "B K T *D"], number: Int[Array, ""]
+) -> Shaped[Array, "B K C *D"]:
   """Returns a tile of slots."""
   return jax.lax.dynamic_slice_in_dim(x, number * _TILE, _TILE, axis=2)

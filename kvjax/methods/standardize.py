@@ -3,7 +3,7 @@
 from typing import Literal
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Shaped
 
 Scope = Literal["head", "layer", "chunk"]
 
@@ -34,7 +34,7 @@ def standardize(
   before = -start % chunk
   padding = ((0, 0), (0, 0), (before, -(before + slots) % chunk))
 
-  def chunks(x: Array) -> Array:
+  def chunks(x: Shaped[Array, "B K T"]) -> Shaped[Array, "B K C c"]:
     return jnp.pad(x, padding).reshape(batch, heads, -1, chunk)
 
   z = _standardize(chunks(scores), chunks(where), (1, 3))

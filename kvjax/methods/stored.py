@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import safetensors
+from jaxtyping import Float
 
 from kvjax.addresses import local
 from kvjax.errors import InputError
@@ -26,7 +27,7 @@ class Stored:
   """
 
   path: pathlib.Path
-  arrays: Mapping[str, np.ndarray]
+  arrays: Mapping[str, Float[np.ndarray, "L ..."]]
 
   @classmethod
   def read(cls, path: str, expected: Mapping[str, int]) -> "Stored":

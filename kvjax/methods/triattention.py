@@ -215,7 +215,9 @@ class TriAttention(Method):
     moved = rerotate(moved, jnp.broadcast_to(now, moved.shape[:3]))
     moved = by_kv_head(moved, keys.shape[1])
 
-    def later(number: Int[Array, ""], best: Array) -> Array:
+    def later(
+      number: Int[Array, ""], best: Float[Array, "B K G T"]
+    ) -> Float[Array, "B K G T"]:
       query = jax.lax.dynamic_index_in_dim(moved, number, 3, keepdims=False)
       return jnp.maximum(best, jnp.einsum("bktd,bkgd->bkgt", keys, query))
 
@@ -224,8 +226,8 @@ class TriAttention(Method):
 
 
 def pair_lengths(
-  x: Float[Array, "B H S D"] | Float[Array, "B H D"], rerotate: Rerotate
-) -> Array:
+  x: Float[Array, "*B D"], rerotate: Rerotate
+) -> Float[Array, "*B D"]:
   """Length of the pair of every channel; of a channel that none rotates, |x|.
 
   Args:
