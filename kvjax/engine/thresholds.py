@@ -69,7 +69,7 @@ def prepare_threshold(
   plan: Plan,
   prompts: Prompts,
   geometry: Geometry,
-  on_host: Mapping[int, Int[np.ndarray, "B K"]],
+  reached: Mapping[int, Int[np.ndarray, "B K"]],
 ) -> PreparedPlan:
   """Gives the layers of a plan room for the tokens that reach its threshold.
 
@@ -77,26 +77,31 @@ def prepare_threshold(
     plan: a plan whose budget is a `Threshold`.
     prompts: the prompts.
     geometry: sizes of the model.
-    on_host: what `count_reaching` has counted.
+    reached: what `count_reaching` has counted, on the host.
 
   Returns:
     The plan; it keeps all if nothing is evicted from any layer.
   """
   lengths = prompts.known_lengths
   padded = prompts.tokens.shape[1]
+  layers = range(geometry.num_layers)
   # Nothing is packed where nothing is evicted.
-  whole = all(np.all(kept >= lengths[:, None]) for kept in on_host.values())
+  whole = all(np.all(kept >= lengths[:, None]) for kept in reached.values())
+  evicting = {} if whole else reached
   counts, totals = [], []
   for layer, spec in enumerate(geometry.layers):
     heads = kv_heads(plan, spec)
     total = lengths * heads
-    if layer in on_host:
-      total = on_host[layer].sum(axis=1, dtype=np.int32)
+    if layer in reached:
+      total = reached[layer].sum(axis=1, dtype=np.int32)
     totals.append(total)
     counts.append(-(-total // heads))
-  heads = sum(kept.shape[1] for kept in on_host.values())
-  kept = sum(of_layer.sum(axis=1) for of_layer in on_host.values())
-  mean = 0 if whole else -(-int(np.max(kept)) // heads)
+  room = padded
+  if evicting:
+    # The mean of the heads, which the pages of all layers depend on.
+    all_heads = sum(kept.shape[1] for kept in evicting.values())
+    by_row = sum(kept.sum(axis=1) for kept in evicting.values())
+    room = min(_rounded(-(-int(np.max(by_row)) // all_heads)), padded)
   prepared = PreparedPlan(
     np.array(counts, np.int32),
     np.array(totals, np.int32),
@@ -104,19 +109,13 @@ def prepare_threshold(
     parts=None,
     shares=(np.array(counts) / lengths).astype(np.float32),
     plan=plan,
-    # The mean of the heads, which the pages of all layers depend on.
-    capacities=tuple(
-      min(_rounded(mean), padded) if layer in on_host and not whole else padded
-      for layer in range(geometry.num_layers)
-    ),
-    keeps_all=tuple(
-      whole or layer not in on_host for layer in range(geometry.num_layers)
-    ),
+    capacities=tuple(room if n in evicting else padded for n in layers),
+    keeps_all=tuple(n not in evicting for n in layers),
     compressed=compressed_layers(plan, geometry),
   )
-  if whole:
+  if not evicting:
     return prepared
-  return fit_to_counts(prepared, on_host, padded, geometry)
+  return fit_to_counts(prepared, evicting, padded, geometry)
 
 
 def _rounded(count: int) -> int:
