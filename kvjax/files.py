@@ -26,6 +26,8 @@ _MOST_BYTES = 2**31
 _LONGEST_PATH = 400
 # Of an error of a library in a message.
 _SAID = 200
+# No float can represent a whole number of thousands of digits.
+_LARGEST_NUMBER = 2**63
 
 
 def check_regular(path: Path) -> None:
@@ -105,6 +107,17 @@ def read_json(path: Path) -> dict[str, Any]:
   if not isinstance(value, dict):
     raise InputError(f"{path} must hold a JSON object.")
   return value
+
+
+def is_json_number(value: Any) -> bool:
+  """Whether a value of a JSON file is a number that a float can represent.
+
+  NaN and infinity are, and true and false are not.
+  """
+  # `isinstance` would take true for an integer.
+  if type(value) is int:
+    return abs(value) < _LARGEST_NUMBER
+  return type(value) is float
 
 
 def is_present(path: Path) -> bool:

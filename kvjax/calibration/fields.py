@@ -4,23 +4,16 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal, get_args
 
 from kvjax.errors import InputError
-from kvjax.files import Path
+from kvjax.files import Path, is_json_number
 
 Preset = Literal["paper", "prefill", "recite"]
 PRESETS = get_args(Preset)
-_LARGEST = 2**63
 # Shown of a wrong value.
 _LONGEST = 60
 
 
-def _is_number(value: Any) -> bool:
-  """Whether a float can represent it; NaN and infinity are refused later."""
-  # `isinstance` would take true for an integer.
-  return type(value) is float or (type(value) is int and abs(value) < _LARGEST)
-
-
 def _is_integer(value: Any) -> bool:
-  return type(value) is int and _is_number(value)
+  return type(value) is int and is_json_number(value)
 
 
 def _is_string(value: Any) -> bool:
@@ -33,7 +26,9 @@ def _is_truth(value: Any) -> bool:
 
 def _is_pair(value: Any) -> bool:
   return (
-    isinstance(value, list) and len(value) == 2 and all(map(_is_number, value))
+    isinstance(value, list)
+    and len(value) == 2
+    and all(map(is_json_number, value))
   )
 
 
@@ -49,22 +44,23 @@ def _is_object(of: Callable[[Any], bool]) -> Callable[[Any], bool]:
   return lambda value: isinstance(value, dict) and all(map(of, value.values()))
 
 
+# NaN and infinity are refused later.
 _KINDS: Mapping[str, Callable[[Any], bool]] = {
-  "alpha": _is_number,
-  "beta": _is_number,
+  "alpha": is_json_number,
+  "beta": is_json_number,
   "model_id": _is_string,
   "method": _is_string,
   "per_query_head": _is_truth,
   "tau_range": _is_pair,
-  "error": _is_number,
+  "error": is_json_number,
   "triples": _is_integer,
   "promises": _is_list(_is_pair),
   "preset": lambda value: value in PRESETS,
-  "slopes": _is_object(_is_number),
+  "slopes": _is_object(is_json_number),
   "ranges": _is_object(_is_pair),
-  "grid": _is_list(_is_number),
-  "shape": _is_list(_is_number),
-  "r2": _is_object(_is_number),
+  "grid": _is_list(is_json_number),
+  "shape": _is_list(is_json_number),
+  "r2": _is_object(is_json_number),
   "data": _is_string,
   "seed": _is_integer,
   "token_weights": _is_list(_is_weight),

@@ -19,7 +19,6 @@ from kvjax.methods.stored import open_tensors, read_once
 
 WEIGHTS = "model.safetensors"
 CONFIG = "config.json"
-_LARGEST = 2**63
 _SIZES = ("input_dim", "output_dim", "n_modules")
 
 
@@ -175,10 +174,7 @@ def _config(path: pathlib.Path) -> Mapping[str, Any]:
       "above 0 or null for the last, as the files of KVzap have."
     )
   two = isinstance(found, list) and len(found) == 2
-  # No float can represent a whole number of thousands of digits.
-  numbers = two and all(
-    type(x) is float or (type(x) is int and abs(x) < _LARGEST) for x in found
-  )
+  numbers = two and all(map(files.is_json_number, found))
   if not numbers or not -math.inf < found[0] <= found[1] < math.inf:
     raise InputError(
       f"score_range of {path} must be the lowest and the highest score, finite "
