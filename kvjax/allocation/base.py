@@ -2,6 +2,7 @@
 
 import abc
 import dataclasses
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax.numpy as jnp
@@ -327,6 +328,13 @@ class Allocation(abc.ABC):
       )
 
 
+def in_all_layers(
+  kept: Sequence[int] | Int[np.ndarray, " n"], sizes: Sizes
+) -> Int[np.ndarray, "L n"]:
+  """Counts of an allocation whose rows keep the same in all layers."""
+  return np.tile(np.asarray(kept, np.int32), (sizes.layers, 1))
+
+
 def overrides(allocation: Allocation, base: type) -> bool:
   """Whether an allocation evaluates or selects otherwise than a base class."""
   names = ("evaluate", "select", "token_scores")
@@ -351,7 +359,7 @@ class Uniform(Allocation):
   ) -> Int[np.ndarray, "L n"]:
     """The budget of each row, the same for all layers."""
     kept = [budget.num_kept(int(n)) for n in lengths]
-    return np.tile(np.array(kept, np.int32), (sizes.layers, 1))
+    return in_all_layers(kept, sizes)
 
   def capacities(
     self, budget: Budget, padded: int, sizes: Sizes

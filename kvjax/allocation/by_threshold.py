@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 from jaxtyping import Int
 
-from kvjax.allocation.base import Allocation, Sizes
+from kvjax.allocation.base import Allocation, Sizes, in_all_layers
 from kvjax.options.budgets import Budget
 
 
@@ -25,4 +25,4 @@ class ByThreshold(Allocation):
   ) -> Int[np.ndarray, "L n"]:
     """All tokens of each row."""
     del budget
-    return np.tile(lengths.astype(np.int32), (sizes.layers, 1))
+    return in_all_layers(lengths, sizes)

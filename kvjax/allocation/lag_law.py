@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from kvjax.allocation.base import Allocation, LayerBudget, Sizes
+from kvjax.allocation.base import Allocation, LayerBudget, Sizes, in_all_layers
 from kvjax.allocation.partitions import Partitions
 from kvjax.cache.layers import LayerCache
 from kvjax.errors import InputError
@@ -46,7 +46,7 @@ class LagLaw(Allocation):
   ) -> Int[np.ndarray, "L n"]:
     """The law, the same for all layers; it is not monotonic in the length."""
     kept = [self._kept(budget, int(n)) for n in lengths]
-    return np.tile(np.array(kept, np.int32), (sizes.layers, 1))
+    return in_all_layers(kept, sizes)
 
   def share(self, budget: Budget, length: int) -> int:
     """Number of tokens kept of each scored partition of a row."""

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 from jaxtyping import Int
 
-from kvjax.allocation.base import Allocation, Sizes
+from kvjax.allocation.base import Allocation, Sizes, in_all_layers
 from kvjax.options.budgets import Budget, Retention
 
 
@@ -34,7 +34,7 @@ class Middle(Allocation):
   ) -> Int[np.ndarray, "L n"]:
     """The share of the middle, the same for all layers."""
     kept = [self._kept(budget, int(n)) for n in lengths]
-    return np.tile(np.array(kept, np.int32), (sizes.layers, 1))
+    return in_all_layers(kept, sizes)
 
   def totals(
     self, budget: Budget, lengths: Int[np.ndarray, " n"], sizes: Sizes

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 from jaxtyping import Bool, Int
 
-from kvjax.allocation.base import Allocation, Sizes
+from kvjax.allocation.base import Allocation, Sizes, in_all_layers
 from kvjax.errors import InputError
 from kvjax.options.budgets import Budget, Retention
 
@@ -39,7 +39,7 @@ class PerChunk(Allocation):
       kept += [budget.num_kept(int(n)) if n else 0 for n in rest]
     else:
       kept = np.array([budget.num_kept(int(n)) for n in lengths])
-    return np.tile(kept.astype(np.int32), (sizes.layers, 1))
+    return in_all_layers(kept, sizes)
 
   def parts(
     self, budget: Budget, lengths: Int[np.ndarray, " n"], padded: int

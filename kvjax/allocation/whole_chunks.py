@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 from jaxtyping import Int
 
-from kvjax.allocation.base import Allocation, Sizes
+from kvjax.allocation.base import Allocation, Sizes, in_all_layers
 from kvjax.options.budgets import Budget, Retention
 
 
@@ -31,7 +31,7 @@ class WholeChunkCounts(Allocation):
   ) -> Int[np.ndarray, "L n"]:
     """Tokens of the chunks that rows keep, the same for all layers."""
     kept = [self._kept(budget, int(n)) for n in lengths]
-    return np.tile(np.array(kept, np.int32), (sizes.layers, 1))
+    return in_all_layers(kept, sizes)
 
   def _kept(self, budget: Budget, length: int) -> int:
     if length < self.chunk:

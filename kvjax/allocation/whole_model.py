@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 from jaxtyping import Int
 
-from kvjax.allocation.base import Allocation, Sizes
+from kvjax.allocation.base import Allocation, Sizes, in_all_layers
 from kvjax.allocation.whole_layer import kept_together
 from kvjax.options.budgets import Budget
 
@@ -32,7 +32,7 @@ class WholeModel(Allocation):
     # A model whose layers all have windows has no head that competes.
     heads = max(sum(sizes.heads), 1)
     mean = -(-kept_together(budget, lengths, sum(sizes.heads)) // heads)
-    return np.tile(mean.astype(np.int32), (sizes.layers, 1))
+    return in_all_layers(mean, sizes)
 
   def totals(
     self, budget: Budget, lengths: Int[np.ndarray, " n"], sizes: Sizes
