@@ -356,6 +356,9 @@ def test_files_of_fast_kvzip_that_do_not_fit_are_refused(tmp_path):
   refused(written(torch_bytes({"module": [{}]})), "q_proj.weight of")
   refused(changed(b=np.full((2, 1, 2), np.nan, np.float32)), "must be finite")
   refused(changed(b=np.ones((2, 1, 3), np.float32)), "q_proj.weight of")
+  # Without learned keys, every score would be 1.
+  none = np.zeros((KV_HEADS, 1, 0, 4), np.float32)
+  refused(changed(k_base=none), "k_base of")
   many = fast_kvzip_layers(WIDTH, KV_HEADS, LAYERS)[:1] * 10_000
   refused(written(torch_bytes({"module": many})), "than the file holds")
   good = torch_bytes({"module": fast_kvzip_layers(WIDTH, KV_HEADS, LAYERS)})
