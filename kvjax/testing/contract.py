@@ -24,7 +24,6 @@ from kvjax.testing.slots import Slots, check_slots
 from kvjax.testing.subject import Subject
 
 _BUDGETS: tuple[Budget, ...] = (Tokens(12), Retention(0.5))
-_PROTECTED = (1, 2, 7)
 
 
 def check_method(method: Method) -> None:
