@@ -64,14 +64,24 @@ def describe(value: Any, path: str, arrays: Arrays) -> Any:
       for name in _field_names(value)
     }
     return {"class": class_name(type(value)), "fields": fields}
-  if isinstance(value, tuple):
+  # Not tuples with names: nothing would say whose they were.
+  if type(value) is tuple:
     return [describe(x, f"{path}.{i}", arrays) for i, x in enumerate(value)]
+  if type(value) is list:
+    return {"list": describe(tuple(value), path, arrays)}
+  if type(value) is dict and all(type(key) is str for key in value):
+    # By number, as a key may be no name of a file.
+    items = enumerate(value.items())
+    return {
+      "dict": {k: describe(x, f"{path}.{i}", arrays) for i, (k, x) in items}
+    }
   if value is None or isinstance(value, (bool, int, float, str)):
     return value
   name = type(value).__name__
   raise InputError(
-    f"A value of class {name} cannot be saved; a cache holds layers, budgets "
-    f'and registered methods, as after kvjax.register("mine", {name}).'
+    f"A value of class {name} cannot be saved; a cache holds layers, budgets, "
+    f'registered methods, as after kvjax.register("mine", {name}), and arrays '
+    "in tuples, lists and dictionaries whose keys are texts."
   )
 
 
@@ -96,8 +106,10 @@ def abstract_arrays(saved: Any) -> dict[str, jax.ShapeDtypeStruct]:
   if isinstance(saved, dict) and "array" in saved:
     shape, dtype = tuple(saved["shape"]), jnp.dtype(saved["dtype"])
     return {saved["array"]: jax.ShapeDtypeStruct(shape, dtype)}
-  if isinstance(saved, dict):
-    saved = list(saved["fields"].values())
+  if isinstance(saved, dict) and "list" in saved:
+    saved = saved["list"]
+  elif isinstance(saved, dict):
+    saved = list(saved["dict" if "dict" in saved else "fields"].values())
   arrays: dict[str, jax.ShapeDtypeStruct] = {}
   for child in saved if isinstance(saved, list) else []:
     arrays |= abstract_arrays(child)
@@ -119,6 +131,10 @@ def restore(
     return saved
   if "array" in saved:
     return arrays[saved["array"]]
+  if "list" in saved:
+    return list(restore(saved["list"], arrays))
+  if "dict" in saved:
+    return {key: restore(x, arrays) for key, x in saved["dict"].items()}
   fields = {
     name: restore(child, arrays) for name, child in saved["fields"].items()
   }

@@ -133,9 +133,12 @@ class CacheBuilder:
           keep_single(inputs, model=self._model, program=program)
         )
         return
-      shape = _shape(self._model, program, inputs)
+      # An index may be any pytree, such as a dictionary, which has no hash.
+      shapes, structure = jax.tree.flatten(_shape(self._model, program, inputs))
       stack, index = len(self._stacks), 0
-      empty = _empty_stack(shape=shape, count=count)
+      empty = _empty_stack(
+        shapes=tuple(shapes), structure=structure, count=count
+      )
       self._stacks.append(_committed_like(activations.keys, empty))
     self._stacks[stack] = keep_layer(
       self._stacks[stack],
@@ -196,12 +199,19 @@ def _committed_like(keys: Array, stack: Layer) -> Layer:
   return committed
 
 
-@functools.partial(jax.jit, static_argnames=("shape", "count"))
-def _empty_stack(*, shape: Any, count: int) -> Layer:
+@functools.partial(jax.jit, static_argnames=("shapes", "structure", "count"))
+def _empty_stack(
+  *, shapes: tuple[jax.ShapeDtypeStruct, ...], structure: Any, count: int
+) -> Layer:
   """Makes zeros for `count` layers, sharded over the mesh in context.
 
   It is one program, so that no device ever allocates all heads, nor arrays that
   belong on the host.
+
+  Args:
+    shapes: the arrays of one layer.
+    structure: of that layer.
+    count: the number of layers.
   """
 
   def zeros(x: Any) -> Array:
@@ -214,7 +224,7 @@ def _empty_stack(*, shape: Any, count: int) -> Layer:
     zeros_on_host: Array = host()
     return zeros_on_host
 
-  stack: Layer = jax.tree.map(zeros, shape)
+  stack: Layer = jax.tree.unflatten(structure, map(zeros, shapes))
   if isinstance(stack, PooledLayers):
     stack = stack.clear()
   return shard_stack(stack)

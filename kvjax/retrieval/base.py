@@ -294,7 +294,8 @@ class Retrieval(abc.ABC):
       budget: how many keys `retrieve` will return.
 
     Returns:
-      Whatever `retrieve` needs besides the keys.
+      Whatever `retrieve` needs besides the keys. A cache can be saved if it is
+      made of tuples, lists, and dictionaries whose keys are texts.
     """
 
   def candidates(
