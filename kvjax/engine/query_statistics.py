@@ -18,7 +18,13 @@ from kvjax.hosts import read
 from kvjax.methods.expected_attention import moments, queries_at_zero
 from kvjax.methods.q_filters import main_directions
 from kvjax.methods.triattention import pair_lengths
-from kvjax.model import LayerSpec, Model, check_context
+from kvjax.model import (
+  LayerSpec,
+  Model,
+  check_context,
+  check_model,
+  check_tokens,
+)
 from kvjax.prompts import Prompts
 
 # Queries of a head whose main direction is computed, as in the authors' code.
@@ -80,7 +86,8 @@ def calibrate_queries(
 
   Raises:
     InputError: there are too few tokens, or more than the model's context, or
-      its layers differ in their heads, or its queries cannot be moved.
+      some that it does not embed, its layers differ in their heads, or its
+      queries cannot be moved.
 
   Examples:
     >>> import kvjax
@@ -91,6 +98,7 @@ def calibrate_queries(
     >>> found.q_filters.shape
     (2, 2, 8)
   """
+  check_model(model)
   rows = [row for row in rows if len(row) > sinks]
   if sum(len(row) - sinks for row in rows) < 2:
     raise InputError(
@@ -98,17 +106,20 @@ def calibrate_queries(
       "first ones do not count; give longer ones."
     )
   check_context(model, np.array([len(row) for row in rows]), "A text")
+  texts = [Prompts.of([list(row)]) for row in rows]
+  for text in texts:
+    check_tokens(model, text.tokens, text.known_lengths)
   spec, layers = _common_spec(model), model.geometry.num_layers
   pooled = [_Pooled(spec) for _ in range(layers)]
   share = -(-_ROWS // len(rows))
   random = np.random.default_rng(seed)
-  for row in rows:
+  for text, row in zip(texts, rows, strict=True):
     eligible = np.arange(sinks, len(row))
     drawn = random.permutation(eligible)[:share]
     # Of one length for all texts, so that they share a program.
     places = np.full(share, -1, np.int32)
     places[: len(drawn)] = np.sort(drawn)
-    for layer, found in _measure(model, params, row, places, sinks):
+    for layer, found in _measure(model, params, text, places, sinks):
       pooled[layer].add(read(found), len(row) - sinks, len(drawn))
     on_text()
   return QueryStatistics(
@@ -146,14 +157,13 @@ _Found = tuple[
 def _measure(
   model: Model,
   params: PyTree,
-  row: Sequence[int],
+  text: Prompts,
   places: Int[np.ndarray, " R"],
   sinks: int,
 ) -> Iterator[tuple[int, _Found]]:
   """Yields the moments and the drawn queries of every layer that attends."""
-  prompts = Prompts.of([list(row)])
   layers = prompt_programs.forward_layers(
-    model, params, prompts, {"rerotate"}, queries=None
+    model, params, text, {"rerotate"}, queries=None
   )
   for layer, (_, activations) in enumerate(layers):
     if activations is not None:

@@ -132,6 +132,7 @@ def test_tokens_that_a_model_does_not_embed():
     lambda: list(kvjax.stream(MODEL, PARAMS, cache, wrong, kvjax.Decoding(2))),
     lambda: kvjax.negative_log_likelihood(MODEL, PARAMS, wrong),
     lambda: kvjax.answer_nll(MODEL, PARAMS, cache, QUESTIONS, wrong),
+    lambda: kvjax.calibrate_queries(MODEL, PARAMS, [[*range(9)], [64] * 9]),
   ):
     with pytest.raises(InputError, match="no token 64: this model embeds 64"):
       call()

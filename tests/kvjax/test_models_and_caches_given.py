@@ -45,6 +45,7 @@ def test_anything_but_a_model_is_refused(given, tmp_path):
     lambda: kvjax.answer_nll(given, PARAMS, cache, QUESTIONS, QUESTIONS),
     lambda: kvjax.recited(given, PARAMS, PROMPTS, cache, [cache]),
     lambda: kvjax.negative_log_likelihood(given, PARAMS, PROMPTS),
+    lambda: kvjax.calibrate_queries(given, PARAMS, [[*range(9)]]),
     lambda: kvjax.save_cache(cache, path, model=given, model_id="tiny"),
     lambda: kvjax.load_cache(path, model=given, model_id="tiny"),
   ):
