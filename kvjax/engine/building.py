@@ -25,6 +25,7 @@ from kvjax.engine.compress import (
   compress_layer,
   finalize_cache,
   keep_layer,
+  keep_layer_mapped,
   keep_single,
   select_layer,
 )
@@ -140,7 +141,8 @@ class CacheBuilder:
         shapes=tuple(shapes), structure=structure, count=count
       )
       self._stacks.append(_committed_like(activations.keys, empty))
-    self._stacks[stack] = keep_layer(
+    write = keep_layer_mapped if is_traced(activations) else keep_layer
+    self._stacks[stack] = write(
       self._stacks[stack],
       np.int32(index),
       inputs,

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import inspect
 from typing import Any, NamedTuple
 
 import jax
@@ -291,6 +292,12 @@ def keep_layer(
   write = jax.lax.dynamic_update_index_in_dim
   stack = jax.tree.map(lambda x, y: write(x, y, index, 0), stack, layer)
   return shard_stack(stack)
+
+
+# Donates nothing: what `jax.vmap` maps has an axis that an empty stack lacks.
+keep_layer_mapped = jax.jit(
+  inspect.unwrap(keep_layer), static_argnames=("model", "program")
+)
 
 
 @functools.partial(jax.jit, static_argnames=("model", "program"))

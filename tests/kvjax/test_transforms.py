@@ -80,6 +80,22 @@ def test_gradients_reach_caches_that_grow_on_a_mesh(params, method):
     np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize("name", ["keydiff", "ada/keydiff", "kvzip:level=head"])
+def test_prefills_of_several_models_are_mapped(name, params):
+  """No stack is donated, whose arrays the mapped ones could not take."""
+  plan = kvjax.get_plan(name, kvjax.Tokens(20))
+
+  def run(params):
+    return kvjax.prefill(MODEL, params, PROMPTS, plan)
+
+  models = [params, MODEL.init(1)]
+  mapped = jax.vmap(run)(jax.tree.map(lambda *x: jnp.stack(x), *models))
+  for number, of_model in enumerate(models):
+    leaves = zip(*map(jax.tree.leaves, (mapped, run(of_model))), strict=True)
+    for found, expected in leaves:
+      np.testing.assert_allclose(found[number], expected, rtol=1e-3, atol=1e-4)
+
+
 def test_no_array_of_a_prefill_is_taken_for_a_fault(params):
   with jax.debug_nans(True):
     _, logits = kvjax.prefill(MODEL, params, PROMPTS, PLANS[0])
