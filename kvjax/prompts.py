@@ -267,7 +267,10 @@ def _check_rows(rows: Any) -> None:
 
 def _check_ids(rows: Rows) -> None:
   for row in rows:
-    ids = np.asarray(row)
+    try:
+      ids = np.asarray(row)
+    except ValueError:  # lists among the ids
+      ids = np.asarray(None)
     if ids.dtype.kind not in "iu" or ids.ndim != 1:
       raise InputError(
         f"Token ids must be whole numbers; those of {reprlib.repr(row)} are "

@@ -204,7 +204,7 @@ def _checked_presets(presets: Any) -> dict[str, Any]:
     )
   presets = dict(presets or {})
   for preset in presets:
-    if not _PRESET.fullmatch(preset):
+    if not isinstance(preset, str) or not _PRESET.fullmatch(preset):
       raise InputError(
         "A preset's name has lower-case letters, digits and underscores; "
         f"{preset!r} does not fit."

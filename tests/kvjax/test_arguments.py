@@ -52,6 +52,7 @@ def prefilled(plan):
       "ids must be whole numbers; those of .1.7",
     ),
     (lambda: kvjax.Prompts.of([[[1], [2]]]), "whole numbers; those of ..1., "),
+    (lambda: kvjax.Prompts.of([[1], [2, [3]]]), "numbers; those of .2, .3.. "),
     (
       lambda: kvjax.Prompts.of([[3, -1]]),
       "must be 0 or more, and .* of .3, -1",

@@ -38,6 +38,13 @@ def test_names_that_cannot_be_registered(registry, name, make, message):
     kvjax.get_plan("a_number", kvjax.Tokens(9))
 
 
+@pytest.mark.usefixtures("untyped")
+@pytest.mark.parametrize("preset", ["My-Preset", 3])
+def test_presets_whose_names_cannot_be_written(registry, preset):
+  with pytest.raises(InputError, match=f"preset's name .* {preset!r} does not"):
+    kvjax.register("norm", Norm, presets={preset: Norm()})
+
+
 def test_a_cell_that_registers_may_run_again(registry):
   def cell(power):
     @dataclasses.dataclass(frozen=True)
