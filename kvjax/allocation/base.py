@@ -68,8 +68,8 @@ class Sizes(NamedTuple):
   Attributes:
     heads: number of heads that store keys and values, for each layer that
       methods compress.
-    protects: number of last tokens that the method keeps whatever the budget;
-      see `kvjax.methods.Traits`.
+    protects: number of last tokens that the method keeps before others; see
+      `kvjax.methods.Traits`.
   """
 
   heads: tuple[int, ...]

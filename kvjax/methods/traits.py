@@ -27,8 +27,9 @@ class Traits:
       sentence; empty if they never do.
     window: W, number of last queries that the method reads, which the engine
       carries from block to block; 0 for none.
-    protects: number of last tokens that are kept whatever the budget.
-    sinks: number of first tokens that are kept besides these.
+    protects: number of last tokens that are kept before others: all of them if
+      the budget has room, else the newest.
+    sinks: number of first tokens that are kept besides these, if there is room.
     renumbers: whether kept tokens are renumbered by their place in the cache.
     stochastic: whether the selection depends on a seed.
     positional: whether the selection depends on positions alone.
