@@ -116,9 +116,11 @@ def newest(
   needed = must_keep.astype(jnp.int32)
   # Tokens to keep inside the window need no room of their own. If the window
   # does not fit besides the others, it gets what all of these leave.
-  num_outside = jnp.sum(jnp.where(ages > window, needed, 0), axis=-1)
+  outside = jnp.where(ages > window, needed, 0)
+  num_outside = jnp.sum(outside, axis=-1, dtype=jnp.int32)
   remaining = counts - num_outside
-  fallback = jnp.maximum(counts - jnp.sum(needed, axis=-1), 0)
+  num_needed = jnp.sum(needed, axis=-1, dtype=jnp.int32)
+  fallback = jnp.maximum(counts - num_needed, 0)
   size = jnp.where(remaining >= window, window, fallback)
   return valid & (ages <= size[..., None])
 

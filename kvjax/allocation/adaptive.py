@@ -170,7 +170,8 @@ class Adaptive(Allocation):
     del protected
     if self.normalize:
       scores = self._normalized(scores, candidates, even)
-    num_best = head_counts(scores, candidates, jnp.sum(even, axis=1))
+    total = jnp.sum(even, axis=1, dtype=jnp.int32)
+    num_best = head_counts(scores, candidates, total)
     # In integers, so that equal remainders compare as equal.
     alpha = exact_share(self.alpha)
     # n_j + alpha (B - W - n_j), rounded down. Whole multiples of the
@@ -181,12 +182,15 @@ class Adaptive(Allocation):
     )
     shares = num_best + quotients * alpha.numerator + floors
     # The n_j add up to g (B - W), so fewer slots remain than there are heads.
-    remaining = jnp.sum(even - shares, axis=1, keepdims=True)
+    remaining = total[:, None] - jnp.sum(
+      shares, axis=1, keepdims=True, dtype=jnp.int32
+    )
     next_scores = _best_after(scores, candidates, shares)
     # The last key counts first, and the sort is stable: equal heads in order.
     # Its argsort is the place of each head.
     order = jnp.lexsort((-next_scores, -remainders))
-    return shares + (jnp.argsort(order, axis=-1) < remaining).astype(jnp.int32)
+    place = jnp.argsort(order, axis=-1).astype(jnp.int32)
+    return shares + (place < remaining).astype(jnp.int32)
 
   def _normalized(
     self,

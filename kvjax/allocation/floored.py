@@ -47,4 +47,5 @@ class Floored(Adaptive):
     floor = jnp.clip(self._safe(even + protected) - protected, 0, even)
     ranked = jnp.where(candidates, finite(scores), -jnp.inf)
     free = candidates & ~among_largest(ranked, floor)
-    return floor + head_counts(scores, free, jnp.sum(even - floor, axis=1))
+    total = jnp.sum(even - floor, axis=1, dtype=jnp.int32)
+    return floor + head_counts(scores, free, total)

@@ -98,5 +98,5 @@ def count_best(
   more = kept > least
   more &= jnp.cumsum(more, axis=1, dtype=jnp.int32) <= rest
   kept = jnp.minimum(kept, least) + more.astype(jnp.int32)
-  free = totals - jnp.sum(kept, axis=-1)
+  free = totals - jnp.sum(kept, axis=-1, dtype=jnp.int32)
   return kept + head_counts(scores, valid & ~protected, free)

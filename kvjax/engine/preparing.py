@@ -232,7 +232,7 @@ def _assign_layers(
     np.array(kept, np.int32),
     np.array(totals_by_layer, np.int32),
     None if sparse is None else sparse.num_keys(lengths),
-    spread.parts,
+    None if spread.parts is None else spread.parts.astype(np.int32),
     np.array(shares, np.float32),
     plan,
     tuple(int(n) for n in slots),

@@ -235,7 +235,8 @@ def common_prefix(
   index = jnp.arange(len(ids), dtype=jnp.int32)[None]
   same = tokens[:, : len(ids)] == jnp.array(ids, tokens.dtype).reshape(1, -1)
   same = same & (index < lengths[:, None])
-  return jnp.sum(jnp.cumprod(same, axis=1, dtype=jnp.int32), axis=1)
+  common = jnp.cumprod(same, axis=1, dtype=jnp.int32)
+  return jnp.sum(common, axis=1, dtype=jnp.int32)
 
 
 @functools.partial(jax.jit, static_argnames=("length",))

@@ -170,7 +170,8 @@ class Compactor(Method):
       if total is None:
         total = kv_heads * counts
       # A share of the middle may be less than the ends, which are kept anyway.
-      free = jnp.maximum(total - jnp.sum(protected, axis=-1), 0)
+      ends_kept = jnp.sum(protected, axis=-1, dtype=jnp.int32)
+      free = jnp.maximum(total - ends_kept, 0)
       counts = protected + head_counts(blended, valid & ~ends, free)
       # One head may win the budget of the whole layer.
       capacity = min(kv_heads * capacity, cache.capacity)

@@ -178,7 +178,7 @@ class RKV(ScoringMethod):
     )
     spared = spared[..., :capacity]
     own = jax.lax.broadcasted_iota(jnp.int32, spared.shape, 2)
-    first = jnp.argmax(valid, axis=-1)[..., None]
+    first = jnp.argmax(valid, axis=-1).astype(jnp.int32)[..., None]
     return jnp.where(spared < 0, first if self.spares_first else own, spared)
 
   def _search(

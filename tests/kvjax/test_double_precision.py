@@ -54,6 +54,28 @@ def test_answers_are_those_of_32_bits(name, schedule):
     np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+  "name",
+  [
+    "ada/keydiff",
+    "adakv.kvpress",
+    "compactor.vllm:sketch_dim=4:chunk=8:leverage_chunk=16:first=2:last=2",
+    "chunked:length=16/keydiff:recent_frac=0.2",
+    "kvzip",
+    "rkv",
+    "simlayerkv",
+  ],
+)
+def test_users_may_promote_no_types_in_64_bits_either(name):
+  plan = kvjax.get_plan(name, kvjax.Tokens(24))
+  expected = answered(plan)
+  with jax.enable_x64(True):
+    found = answered(plan)
+  assert found[2].rows() == expected[2].rows()
+  for row in range(2):
+    assert kept_positions(found[0], row) == kept_positions(expected[0], row)
+
+
 def scores_of(method):
   seen = random_activations(0, (40, 17), 48)
   rotation = LayerRotation(MODEL, MODEL.geometry.layers[0])
