@@ -189,15 +189,22 @@ class CacheBuilder:
 
 
 def _committed_like(keys: Array, stack: Layer) -> Layer:
-  """Commits a stack to its device if the keys to be written are committed.
+  """Commits a stack to the device of the keys to be written, if they are.
 
-  Otherwise, writing the first layer would need a program of its own.
+  Otherwise, writing the first layer would need a program of its own, or fail on
+  another device than the default one.
   """
   if is_traced(keys) or not keys.committed or len(keys.devices()) > 1:
     return stack
-  committed: Layer = jax.tree.map(
-    lambda leaf: jax.device_put(leaf, leaf.sharding), stack
-  )
+  (device,) = keys.devices()
+
+  def commit(leaf: Array) -> Array:
+    # What belongs on the host stays there.
+    kind = leaf.sharding.memory_kind
+    place = jax.sharding.SingleDeviceSharding(device, memory_kind=kind)
+    return jax.device_put(leaf, place)
+
+  committed: Layer = jax.tree.map(commit, stack)
   return committed
 
 

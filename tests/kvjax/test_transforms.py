@@ -96,6 +96,19 @@ def test_prefills_of_several_models_are_mapped(name, params):
       np.testing.assert_allclose(found[number], expected, rtol=1e-3, atol=1e-4)
 
 
+def test_weights_may_be_on_another_device_than_the_default(params):
+  """Stacks are allocated there, where the keys that they take are."""
+  device = jax.devices()[2]
+  placed = jax.device_put(params, device)
+  cache, logits = kvjax.prefill(MODEL, placed, PROMPTS, PLANS[0])
+  expected = kvjax.prefill(MODEL, params, PROMPTS, PLANS[0])
+  assert all(x.devices() == {device} for x in jax.tree.leaves(cache.stacks))
+  for one, other in zip(
+    *map(jax.tree.leaves, ((cache, logits), expected)), strict=True
+  ):
+    np.testing.assert_array_equal(one, other)
+
+
 def test_no_array_of_a_prefill_is_taken_for_a_fault(params):
   with jax.debug_nans(True):
     _, logits = kvjax.prefill(MODEL, params, PROMPTS, PLANS[0])
