@@ -31,6 +31,7 @@ from kvjax.engine.compress import (
 )
 from kvjax.engine.joined_selection import select_from_prompt
 from kvjax.engine.prepared import LayerProgram, PreparedPlan
+from kvjax.engine.prompt_programs import needs_states_again
 from kvjax.hosts import is_traced
 from kvjax.kernels.dispatch import target_platform
 from kvjax.model import LayerSpec, Model
@@ -141,7 +142,8 @@ class CacheBuilder:
         shapes=tuple(shapes), structure=structure, count=count
       )
       self._stacks.append(_committed_like(activations.keys, empty))
-    write = keep_layer_mapped if is_traced(activations) else keep_layer
+    mapped = needs_states_again(activations)
+    write = keep_layer_mapped if mapped else keep_layer
     self._stacks[stack] = write(
       self._stacks[stack],
       np.int32(index),

@@ -154,20 +154,23 @@ _forward_layer_kept = jax.jit(
 )
 
 
-def needs_states_again(params: PyTree) -> bool:
-  """Whether hidden states may not be donated, as gradients need them again.
+def needs_states_again(arrays: PyTree) -> bool:
+  """Whether nothing may be donated: a gradient needs it again, or it is mapped.
 
   Within `jax.jit`, the compiler knows what it needs.
+
+  Args:
+    arrays: weights, or what was computed with them.
   """
-  return any(map(_is_run_again, jax.tree.leaves(params)))
+  return any(map(_is_run_again, jax.tree.leaves(arrays)))
 
 
-def _is_run_again(weight: Any) -> bool:
-  if not isinstance(weight, DynamicJaxprTracer):
-    return isinstance(weight, jax.core.Tracer)
+def _is_run_again(x: Any) -> bool:
+  if not isinstance(x, DynamicJaxprTracer):
+    return isinstance(x, jax.core.Tracer)
   # `jax.checkpoint` traces as `jax.jit` does, but outside of it, JAX then runs
   # one program after another, each as it is.
-  traced = weight._trace.frame.debug_info
+  traced = x._trace.frame.debug_info
   return traced is not None and "checkpoint" in traced.traced_for
 
 
