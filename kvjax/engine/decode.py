@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import itertools
 import operator
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -178,8 +179,8 @@ def decode(
     # The step that draws a stop token ends the row, so it is never emitted.
     emitted = jnp.where(loop.ended, -1, loop.token)
     if listener is not None:
-      # Ordered, or the steps might arrive in another order.
-      io_callback(_notify, None, listener, loop.step, emitted, ordered=True)
+      # JAX cannot order callbacks of a program whose results are on the host.
+      io_callback(_notify, None, listener, loop.step, emitted)
     return jax.lax.dynamic_update_slice_in_dim(
       loop.tokens, emitted[:, None], loop.step, axis=1
     )
@@ -223,9 +224,28 @@ def decode(
   return DecodedTokens(loop.tokens, lengths), loop.cache
 
 
-# Callbacks of running decodings by number. A compiled program takes the number
+class _Listener:
+  """Calls a function for the steps of a decoding in their order."""
+
+  def __init__(self, on_token: OnToken) -> None:
+    self._on_token = on_token
+    self._next = 0
+    self._early: dict[int, Int[np.ndarray, " B"]] = {}
+    # XLA may call from several threads.
+    self._lock = threading.Lock()
+
+  def hear(self, step: int, tokens: Int[np.ndarray, " B"]) -> None:
+    """Passes on a step, and those that came before it was there."""
+    with self._lock:
+      self._early[step] = tokens
+      while self._next in self._early:
+        self._on_token(self._next, self._early.pop(self._next))
+        self._next += 1
+
+
+# Listeners to running decodings by number. A compiled program takes the number
 # as an argument, so that it does not depend on a function.
-_LISTENERS: dict[int, OnToken] = {}
+_LISTENERS: dict[int, _Listener] = {}
 _numbers = itertools.count()
 
 
@@ -239,7 +259,7 @@ def listening(on_token: OnToken | None) -> Iterator[Int[Array, ""] | None]:
     yield None
     return
   number = next(_numbers)
-  _LISTENERS[number] = on_token
+  _LISTENERS[number] = _Listener(on_token)
   try:
     yield jnp.asarray(number, jnp.int32)
     # Callbacks may still be running when the program's results are there.
@@ -249,4 +269,4 @@ def listening(on_token: OnToken | None) -> Iterator[Int[Array, ""] | None]:
 
 
 def _notify(listener: Any, step: Any, tokens: Any) -> None:
-  _LISTENERS[int(listener)](int(step), np.asarray(tokens))
+  _LISTENERS[int(listener)].hear(int(step), np.asarray(tokens))

@@ -14,6 +14,7 @@ from kvjax import kernels
 from kvjax.cache.sharding import parse_mesh
 from kvjax.contexts import in_these_contexts
 from kvjax.engine import generate as generating
+from kvjax.engine.decode import _notify, listening
 from kvjax.engine.sampling import Sampling, SamplingInputs, sample
 from kvjax.errors import InputError
 from kvjax.kernels import dispatch, tuning
@@ -114,6 +115,28 @@ def test_a_stream_yields_every_token(full):
   for _ in range(2):
     tokens = list(kvjax.stream(MODEL, PARAMS, cache, prompts, decoding))
     np.testing.assert_array_equal(np.stack(tokens).T, ask(cache).tokens)
+
+
+@pytest.mark.parametrize("mesh", [None, "data:1", "data:1,model:2"])
+def test_a_stream_reads_stored_keys_on_the_host(mesh):
+  plan = kvjax.get_plan("flat:sinks=1:local=2:offload=true", kvjax.Tokens(6))
+  prompts, decoding = kvjax.Prompts.of(QUESTIONS), kvjax.Decoding(5)
+  place = contextlib.nullcontext()
+  if mesh is not None:
+    place = jax.set_mesh(parse_mesh(mesh))
+  with place:
+    cache, _ = kvjax.prefill(MODEL, PARAMS, kvjax.Prompts.of(ROWS), plan)
+    tokens = list(kvjax.stream(MODEL, PARAMS, cache, prompts, decoding))
+    np.testing.assert_array_equal(np.stack(tokens).T, ask(cache).tokens)
+
+
+def test_steps_are_heard_in_their_order():
+  heard = []
+  with listening(lambda *step: heard.append(step)) as number:
+    for step in (1, 0, 3, 4, 2):
+      _notify(number, step, [step])
+    assert [step for step, _ in heard] == [0, 1, 2, 3, 4]
+  assert [tokens.tolist() for _, tokens in heard] == [[0], [1], [2], [3], [4]]
 
 
 def test_a_stream_refuses_wrong_arguments_at_once(full):
