@@ -149,8 +149,10 @@ def evaluate_layer(
       cache = after
     if scored:
       evaluate = evaluation.allocation.evaluate
+      # Others of the sweep, or the observer, may read more.
+      seen = activations.with_queries(method.traits.queries)
       with blamed_on(method):
-        scores = evaluate(method, layer, cache, activations)
+        scores = evaluate(method, layer, cache, seen)
   # Heads select from all of their tokens.
   scores, remembered = gather_tokens((scores, after.remembered))
   return Evaluated(scores, remembered, after.window)

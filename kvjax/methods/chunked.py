@@ -67,7 +67,7 @@ class Chunked(Using):
     traits = self.over.traits.once("its chunks are those of a whole prompt")
     even = "every chunk has its own share"
     # The last queries of a chunk are anywhere in the prompt.
-    queries = None if traits.queries else traits.queries
+    queries = 0 if traits.queries == 0 else None
     return dataclasses.replace(traits, even=even, queries=queries)
 
   @property

@@ -49,6 +49,10 @@ PLANS = {
   "channels": (LENGTH, [plan_of("think/keydiff")]),
   "chunks": (LENGTH, [plan_of("chunked/snapkv:window=4:length=8")]),
   "chunks without": (0, [plan_of("chunked/keydiff:length=8")]),
+  "chunks without, then others": (
+    8,
+    [kvjax.get_plan("chunked/keydiff:length=8", 12, decoding=LATER)],
+  ),
 }
 
 
