@@ -38,7 +38,7 @@ def check_method(method: Method) -> None:
 
   Args:
     method: a method whose options let it evict from a row of 56 tokens, or of
-      three times its window.
+      three times its window or the last queries that it reads.
 
   Raises:
     InputError: a check fails; the message says what is wrong and how to fix it.

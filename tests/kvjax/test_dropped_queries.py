@@ -146,6 +146,11 @@ def test_a_method_that_denies_what_it_reads_is_told_so(method):
   assert "\n" not in str(caught.value)
 
 
+def test_a_method_that_denies_more_queries_than_most_rows_have_is_told_so():
+  with pytest.raises(kvjax.InputError, match=r"queries=100"):
+    check_method(Denied(100))
+
+
 def test_a_method_may_read_the_last_queries_alone():
   check_method(Denied(3, 3))
 
