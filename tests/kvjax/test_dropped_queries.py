@@ -1,6 +1,7 @@
 """A prefill holds the prompt's queries only for those who read them."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -125,6 +126,20 @@ def test_methods_keep_the_same_beside_one_that_reads_all(name, monkeypatch):
   (alone,), _ = kvjax.sweep(MODEL, PARAMS, PROMPTS, [plan])
   (beside, _), _ = kvjax.sweep(MODEL, PARAMS, PROMPTS, [plan, reader])
   jax.tree.map(np.testing.assert_array_equal, alone, beside)
+
+
+def test_a_gradient_does_not_depend_on_how_many_queries_are_held(monkeypatch):
+  monkeypatch.setattr(sweeping, "_QUERIES", 8)
+
+  def slopes(name):
+    def loss(params):
+      logits = kvjax.prefill(MODEL, params, PROMPTS, plan_of(name))[1]
+      return jnp.sum(jnp.sin(logits))
+
+    return jax.grad(loss)(PARAMS)
+
+  same = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
+  jax.tree.map(same, slopes("snapkv:window=4"), slopes("h2o"))
 
 
 def test_there_are_methods_of_all_kinds():
