@@ -204,6 +204,9 @@ class Model(Protocol):
   ) -> tuple[Float[Array, "B S E"], PyTree]:
     """Embeds tokens and computes what all layers share.
 
+    Where rows run one by one, as long prompts do on TPUs, every layer computes
+    anew what its rows need of the latter, which should take little time.
+
     Args:
       params: the weights.
       tokens: token ids.

@@ -64,8 +64,8 @@ def by_row(run: Run) -> Run:
     ) -> tuple[Any, Activations | None]:
       return run(index, given.astype(hidden.dtype), *rows)
 
-    def step(state: Array, step: tuple[Array, Array, Array]) -> Any:
-      number, *rows = step
+    def step(state: Array, own: tuple[Array, Array, Array]) -> Any:
+      number, *rows = own
       given = jax.lax.dynamic_index_in_dim(state, number, keepdims=False)
       # XLA would copy the weights out of their stack before the first step.
       here, given = jax.lax.optimization_barrier((index, given))

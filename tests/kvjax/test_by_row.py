@@ -112,6 +112,8 @@ class Sharing(TinyModel):
       "lengths": number.sum(axis=1),
       "by layer": jnp.stack([number, 2 * number]),
       "one": jnp.float32(0.5),
+      # Of the weights, too.
+      "embedded": hidden,
     }
     return hidden, shared
 
@@ -125,6 +127,7 @@ class Sharing(TinyModel):
       shared["lengths"][:, None, None],
       shared["by layer"][1][..., None],
       shared["one"],
+      0.01 * shared["embedded"],
     ):
       output += term
     return output, state
