@@ -59,6 +59,10 @@ def by_row(run: Run) -> Run:
     tokens: Int[Array, "B S"],
     positions: Int[Array, "B S"],
   ) -> tuple[Float[Array, "B S E"], Activations | None]:
+    # A gradient of a loop would take more memory.
+    if len(hidden) == _data():
+      return run(index, hidden, tokens, positions)
+
     def run_some(
       index: Array, given: Array, *rows: Array
     ) -> tuple[Any, Activations | None]:

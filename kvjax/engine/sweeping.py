@@ -174,7 +174,7 @@ class _Sweep:
 
   def _queries(self) -> int | None:
     """How many last queries of the prompts are read; None for all."""
-    if any(plan.stores_by_queries for plan in self._plans):
+    if any(plan.sparse is not None for plan in self._plans):
       return None
     most = most_queries([evaluation.queries for evaluation in self._loaded])
     return None if most is None else -(-most // _QUERIES) * _QUERIES

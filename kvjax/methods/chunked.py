@@ -132,10 +132,11 @@ class Chunked(Using):
     if inputs is not None:
       parts["inputs"] = self._split(inputs[:, None])[:, 0]
     queries, keys = activations.queries, self._split(activations.keys)
-    if queries.shape[2]:
+    if self.traits.queries is None:
       queries = self._split(queries)
     else:
-      queries = jnp.zeros((len(keys), *queries.shape[1:]), queries.dtype)
+      _, heads, _, dim = queries.shape
+      queries = jnp.zeros((len(keys), heads, 0, dim), queries.dtype)
     return dataclasses.replace(
       activations,
       queries=queries,

@@ -14,7 +14,7 @@ from kvjax.methods.around import Around
 from kvjax.methods.base import Method
 from kvjax.methods.channels import Channels
 from kvjax.methods.last_queries import window_queries
-from kvjax.methods.traits import Traits
+from kvjax.methods.traits import Traits, most_queries
 from kvjax.options.bounds import check_least, check_share
 
 
@@ -90,5 +90,6 @@ class Think(Around):
     return dataclasses.replace(
       inner.once("channels are dropped once, after the whole prompt"),
       protects=inner.protects,
+      queries=most_queries((inner.queries, self.window)),
       channels=self._channels,
     )

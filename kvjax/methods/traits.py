@@ -42,8 +42,9 @@ class Traits:
       all of them together.
     joins_layers: whether all layers keep the same tokens, which are selected
       once, by what `Method.join` makes of the scores of all layers.
-    queries: number of the prompt's last queries that scores depend on; None for
-      all of them. A prefill of whole prompts does not hold the others.
+    queries: number of the prompt's last queries that scores and channels depend
+      on; None for all of them. A prefill of whole prompts does not hold the
+      others.
     activations: those of `kvjax.activations.OPTIONAL` that scores depend on.
     observes: those of `activations` that only `Method.observe` reads where
       tokens are evicted between blocks and while decoding; later evictions do

@@ -47,7 +47,7 @@ PLANS = {
   "while decoding": (8, [kvjax.get_plan("keydiff", 12, decoding=LATER)]),
   "all queries": (LENGTH, [plan_of("h2o"), plan_of("tova")]),
   "an index": (LENGTH, [kvjax.get_plan("quest", 0.25)]),
-  "channels": (LENGTH, [plan_of("think/keydiff")]),
+  "channels": (16, [plan_of("think/keydiff:window=9")]),
   "chunks": (LENGTH, [plan_of("chunked/snapkv:window=4:length=8")]),
   "chunks without": (0, [plan_of("chunked/keydiff:length=8")]),
   "chunks without, then others": (
