@@ -132,10 +132,11 @@ class Chunked(Using):
     if inputs is not None:
       parts["inputs"] = self._split(inputs[:, None])[:, 0]
     queries, keys = activations.queries, self._split(activations.keys)
-    if self.traits.queries is None:
+    _, heads, count, dim = queries.shape
+    # All of them, or some that the method does not read.
+    if count == activations.positions.shape[1]:
       queries = self._split(queries)
     else:
-      _, heads, _, dim = queries.shape
       queries = jnp.zeros((len(keys), heads, 0, dim), queries.dtype)
     return dataclasses.replace(
       activations,
