@@ -183,7 +183,8 @@ def compiled_layer(mesh, plan, model=WIDE):
   devices = parse_mesh(mesh)
   whole = NamedSharding(devices, PartitionSpec())
   spec = model.geometry.layers[0]
-  how = (spec, plan.method.traits.activations)
+  traits = plan.method.traits
+  how = (spec, traits.activations, traits.queries)
 
   def shape(dtype, *sizes):
     return jax.ShapeDtypeStruct(sizes, dtype, sharding=whole)
@@ -207,7 +208,7 @@ def compiled_layer(mesh, plan, model=WIDE):
     evaluation = Evaluation.of(plan)
 
     def score(layer, activations):
-      needed = activations.only(evaluation.method.traits.activations)
+      needed = activations.only(traits.activations)
       return evaluate_layer(evaluation, layer, needed)
 
     scoring = jax.jit(score).lower(index, activations).compile()

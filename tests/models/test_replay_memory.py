@@ -78,7 +78,7 @@ def llama():
     *embed,
     shape(1, LENGTH),
     model=model,
-    how=(spec, frozenset()),
+    how=(spec, frozenset(), 0),
   )
   return Case(model, params, cache, peak(prefill, cache + tree_bytes(embed)))
 
