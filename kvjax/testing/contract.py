@@ -149,8 +149,7 @@ def _check_queries(subject: Subject) -> None:
 
   wrong = (
     f"{subject.name} reads more of the prompt's queries than its traits say, "
-    f"queries={count}: a prefill drops all but the last {count}; raise that, "
-    "or leave it out."
+    f"queries={count}: a prefill drops the others; raise that, or leave it out."
   )
   try:
     found = evaluate(one.with_queries(count))
