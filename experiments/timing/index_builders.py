@@ -115,12 +115,14 @@ def draw(
   )
   positions = jnp.arange(length, dtype=jnp.int32)[None, None]
   start, end = retrieval.sinks, length - retrieval.local
+  held = retrieval.num_queries(length)
+  first = 0 if held is None else length - held
   head = Head(
     cached_keys=keys,
     cached_values=keys,
     positions=positions,
-    queries=queries[None, None, :, :length],
-    query_positions=positions,
+    queries=queries[None, None, :, first:length],
+    query_positions=positions[..., first:],
   )
   lookup = (positions >= start) & (positions < end)
   number = jnp.zeros((1, 1), jnp.int32)

@@ -43,9 +43,16 @@ def index_all(
     retrieval: the method.
     layer: index of the layer in the model.
     split: the tokens of the layer.
-    activations: activations of the prompt, with rescaled queries.
+    activations: activations of the prompt.
     budget: how many keys each head will retrieve.
   """
+  # Others of the sweep may read more.
+  queries = retrieval.num_queries(activations.positions.shape[1])
+  activations = activations.with_queries(queries)
+  # Methods scale logits by D^-1/2.
+  activations = replace(
+    activations, queries=activations.attention.rescale(activations.queries)
+  )
   shape = split.cache.positions.shape[:2]
   heads = jnp.arange(shape[1], dtype=jnp.int32)
   prompt = Prompt(
@@ -288,9 +295,3 @@ def broadcast_budget(
   """
   shape = (num_keys.shape[0], kv_heads)
   return KeyBudget(jnp.broadcast_to(num_keys[:, None], shape), max_keys)
-
-
-def rescale_queries(activations: Activations) -> Activations:
-  """Scales queries for methods that scale logits by D^-1/2."""
-  queries = activations.attention.rescale(activations.queries)
-  return replace(activations, queries=queries)

@@ -18,7 +18,6 @@ from kvjax.cache.retrieve import (
   attend_to_selection,
   broadcast_budget,
   index_all,
-  rescale_queries,
   retrieve_all,
   retrieve_on_mesh,
   retrieved_slots,
@@ -88,9 +87,7 @@ class SparseLayer(Layer):
       return None
     kv_heads = cache.positions.shape[1]
     budget = broadcast_budget(count, kv_heads, most)
-    index = index_all(
-      retrieval, layer, split, rescale_queries(activations), budget
-    )
+    index = index_all(retrieval, layer, split, activations, budget)
     resident, stored = split.resident(retrieval), split.stored()
     zeros = jnp.zeros_like(cache.lengths)
     indexed = cls(resident, stored, index, count, zeros, most, retrieval)
@@ -330,13 +327,13 @@ class SparseLayer(Layer):
 
   def _count_retrieved(self, activations: Activations) -> Int[Array, "B K"]:
     """Number of slots that the last token of each prompt retrieves."""
-    # In a prompt, the position of a token is its index as well.
-    last = jnp.max(activations.positions, axis=1)
-    queries = jnp.take_along_axis(
-      activations.queries, last[:, None, None, None], axis=2
-    )[:, :, 0]
-    options = activations.attention
-    _, selection = self.retrieve(self.index, queries, last, options)
+    last = activations.with_queries(1)
+    _, selection = self.retrieve(
+      self.index,
+      last.queries[:, :, 0],
+      last.query_positions[:, 0],
+      activations.attention,
+    )
     retrieved = retrieved_slots(selection, self.stored.capacity)
     return jnp.sum(retrieved, axis=-1, dtype=jnp.int32)
 

@@ -174,9 +174,13 @@ class _Sweep:
 
   def _queries(self) -> int | None:
     """How many last queries of the prompts are read; None for all."""
-    if any(plan.sparse is not None for plan in self._plans):
-      return None
-    most = most_queries([evaluation.queries for evaluation in self._loaded])
+    length = self._prompts.tokens.shape[1]
+    most = most_queries(
+      [
+        *(evaluation.queries for evaluation in self._loaded),
+        *(_stored_queries(plan, length) for plan in self._plans),
+      ]
+    )
     return None if most is None else -(-most // _QUERIES) * _QUERIES
 
   def _compress(self, layer: int, activations: Activations) -> None:
@@ -311,3 +315,16 @@ def _wait_for(hidden: Float[Array, "B S E"]) -> None:
   """
   if not isinstance(hidden, jax.core.Tracer):
     hidden.block_until_ready()
+
+
+def _stored_queries(plan: Plan, length: int) -> int | None:
+  """How many last queries an index or channels depend on; None for all.
+
+  Args:
+    plan: the plan.
+    length: S, length of the padded prompts.
+  """
+  if plan.sparse is not None:
+    # The last one counts what a token retrieves.
+    return most_queries((1, plan.sparse.retrieval.num_queries(length)))
+  return plan.method.traits.queries if plan.stores_by_queries else 0

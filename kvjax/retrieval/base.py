@@ -36,7 +36,8 @@ class Prompt:
   """One KV head of a prompt that is to be indexed.
 
   Attributes:
-    head: all tokens in the cache, and the prompt's queries.
+    head: all tokens in the cache, and the prompt's last queries, as many as
+      `Retrieval.num_queries` says.
     retrievable: slots of the tokens that may be retrieved. All of them lie
       between `start` and `end`; an index numbers them from `start` on.
     number: index of the KV head in its layer.
@@ -275,6 +276,17 @@ class Retrieval(abc.ABC):
   def num_local(self, length: Int[Array, "*B"]) -> Int[Array, "*B"]:
     """Number of resident last tokens in a prompt of this length."""
     return jnp.full(length.shape, self.local, jnp.int32)
+
+  def num_queries(self, length: int) -> int | None:
+    """Number of last queries that `index` reads; None, the default, for all.
+
+    A prefill does not hold the others.
+
+    Args:
+      length: S, length of the padded prompt.
+    """
+    del length
+    return None
 
   @property
   def ring_size(self) -> int:

@@ -146,6 +146,10 @@ class CTkvr(Retrieval):
     """Places that `max_resident` leaves after the sinks."""
     return self.max_resident - self.sinks if self.max_resident else 0
 
+  def num_queries(self, length: int) -> int | None:
+    """As many as there are centroids, if these are the final queries."""
+    return self._most_centroids(length) if self.choice == "final" else None
+
   def index(self, prompt: Prompt, budget: KeyBudget) -> Lists:
     """Chooses the centroids and builds their lists."""
     indices, size = self._centroid_indices(prompt)
@@ -238,6 +242,11 @@ class CTkvr(Retrieval):
     """Length of this row's lists: rho."""
     return floor_share(budget.num_keys, self.list_ratio)
 
+  def _most_centroids(self, length: int) -> int:
+    """Number of centroids of a row that fills the padded prompt."""
+    count = self.centroids or min(_MAX_CENTROIDS, length // 16)
+    return min(max(count, 1), length)
+
   def _centroid_indices(
     self, prompt: Prompt
   ) -> tuple[Int[Array, " C"], Int[Array, ""]]:
@@ -245,36 +254,31 @@ class CTkvr(Retrieval):
 
     Later indices are arbitrary.
     """
-    positions = prompt.head.query_positions
-    length, tokens = len(positions), jnp.sum(positions >= 0, dtype=jnp.int32)
-    max_centroids = self.centroids or min(_MAX_CENTROIDS, length // 16)
+    tokens = jnp.max(prompt.head.query_positions) + 1
     size = jnp.full((), self.centroids, jnp.int32)
     if not self.centroids:
       size = jnp.minimum(_MAX_CENTROIDS, tokens // 16)
     size = jnp.clip(size, 1, jnp.maximum(tokens, 1))
-    max_centroids = min(max(max_centroids, 1), length)
-    chosen = self._choose(prompt, length, tokens, size)
-    return chosen[:max_centroids], size
+    return self._choose(prompt, tokens, size), size
 
   def _choose(
-    self,
-    prompt: Prompt,
-    length: int,
-    tokens: Int[Array, ""],
-    size: Int[Array, ""],
-  ) -> Int[Array, " S"]:
+    self, prompt: Prompt, tokens: Int[Array, ""], size: Int[Array, ""]
+  ) -> Int[Array, " C"]:
     """Indices of the queries that become centroids, ascending.
 
     Args:
       prompt: one KV head of the prompt.
-      length: S, length of the padded prompt.
       tokens: length of the row.
       size: number of centroids; later entries of the result are arbitrary.
     """
+    positions = prompt.head.query_positions
+    length = len(positions)
     number = jnp.arange(length, dtype=jnp.int32)
     if self.choice == "final":
-      chosen = tokens - size + number
-    elif self.choice == "init":
+      # The queries are `num_queries` already.
+      held = jnp.sum(positions >= 0, dtype=jnp.int32)
+      return jnp.clip(held - size + number, 0, length - 1)
+    if self.choice == "init":
       chosen = number
     elif self.choice == "equi":
       # In floats: the product of two lengths may not fit an int32.
@@ -289,6 +293,7 @@ class CTkvr(Retrieval):
       )
       lowest = jnp.where(number < tokens, -draws, -jnp.inf)
       chosen = largest(lowest, size, length)
+    chosen = chosen[: self._most_centroids(length)]
     return jnp.clip(chosen, 0, length - 1)
 
   def _build_lists(
@@ -303,7 +308,7 @@ class CTkvr(Retrieval):
     Args:
       prompt: one KV head of the prompt.
       queries: the queries.
-      indices: their indices in the prompt.
+      indices: their indices among those of the prompt.
       budget: how many keys `retrieve` will return.
 
     Returns:
@@ -337,7 +342,7 @@ class CTkvr(Retrieval):
     # In tiles, as logits of all centroids and keys would not fit into memory.
     lists: Int[Array, "C R"] = jax.lax.map(
       rank_keys,
-      (jnp.swapaxes(queries, 0, 1), indices),
+      (jnp.swapaxes(queries, 0, 1), head.query_positions[indices]),
       batch_size=min(tile, len(indices)),
     )
     return lists

@@ -25,6 +25,10 @@ class Flat(Retrieval):
   `CTkvr`.
   """
 
+  def num_queries(self, length: int) -> int:
+    """None: there is no index."""
+    return 0
+
   def index(self, prompt: Prompt, budget: KeyBudget) -> None:
     """Builds no index: exact search needs the keys alone."""
 

@@ -82,6 +82,10 @@ class MagicPIG(Retrieval):
     regular = self.dense_every > 0 and layer % self.dense_every == 0
     return regular or super().is_dense(layer)
 
+  def num_queries(self, length: int) -> int:
+    """None: the index depends on keys alone."""
+    return 0
+
   def index(self, prompt: Prompt, budget: KeyBudget) -> Tables:
     """Hashes all keys."""
     keys = prompt.stored_keys

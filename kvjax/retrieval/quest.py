@@ -44,6 +44,10 @@ class Paged(Retrieval):
     super().__post_init__()
     check_least(self, page=1)
 
+  def num_queries(self, length: int) -> int:
+    """None: the index depends on keys alone."""
+    return 0
+
   @property
   def local_range(self) -> tuple[int, int]:
     """From `local` to `local` plus an incomplete page."""

@@ -71,14 +71,19 @@ class SqueezedAttention(ClusterRetrieval):
     super().__post_init__()
     check_least(self, window=1)
 
+  def num_queries(self, length: int) -> int:
+    """As many as the ring has places."""
+    return self.window
+
   def index(self, prompt: Prompt, budget: KeyBudget) -> Squeezed:
     """Clusters the keys and stores the prompt's last queries."""
     head = prompt.head
-    tokens = jnp.sum(head.query_positions >= 0, dtype=jnp.int32)
+    tokens = jnp.max(head.query_positions) + 1
+    first = tokens - jnp.sum(head.query_positions >= 0, dtype=jnp.int32)
     place = jnp.arange(self.window, dtype=jnp.int32)
     # The last token with this place in the ring; negative if there is none.
     number = tokens - 1 - (tokens - 1 - place) % self.window
-    queries = head.queries[:, jnp.maximum(number, 0)]
+    queries = head.queries[:, jnp.maximum(number - first, 0)]
     queries = jnp.where((number >= 0)[None, :, None], queries, 0.0)
     clusters = self.cluster_keys(prompt, unit(prompt.stored_keys))
     return Squeezed(clusters, queries, tokens)

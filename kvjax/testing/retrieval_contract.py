@@ -108,6 +108,12 @@ def _check_retrieval(retrieval: Retrieval, layer: int) -> None:
   """Checks retrieval in a single layer."""
   name = type(retrieval).__name__
   lengths, padded = _lengths(retrieval), max(_lengths(retrieval)) + 8
+  queries = retrieval.num_queries(padded)
+  require(
+    queries is None or (type(queries) is int and queries >= 0),
+    f"{name}.num_queries must return a number of the prompt's last queries, or "
+    f"None for all; it returns {queries!r}.",
+  )
   one, other = (checks.all_activations(s, lengths, padded) for s in (0, 7))
   index = jax.jit(_index, static_argnums=0)
   retrieve_compiled = jax.jit(_retrieve)

@@ -87,7 +87,13 @@ class LearningOthers(CTkvr):
     return direction, jnp.where(self.offload, -1, listed)
 
 
+class HalfOfTheQueries(Reading):
+  def num_queries(self, length):
+    return length / 2
+
+
 NOT_RETRIEVING = {
+  "half a query": (HalfOfTheQueries(), "a number .* queries, or None"),
   "ranks otherwise": (RankingOthers(local=8), "make `ranking` and `update_of`"),
   "learns otherwise": (LearningOthers(local=8), "With offload=true"),
   "too few": (TooFewCandidates(local=8), "names 3 candidates; name .* or more"),

@@ -10,6 +10,7 @@ import pytest
 
 import kvjax
 from kvjax.cache.layers import LayerCache
+from kvjax.cache.sparse import SparseLayer
 from kvjax.engine import prompt_programs, sweeping
 from kvjax.methods import HeadwiseMethod, Traits
 from kvjax.methods.last_queries import window_queries
@@ -46,7 +47,13 @@ PLANS = {
   "another's scores": (8, [plan_of("criticalkv:window=4")]),
   "while decoding": (8, [kvjax.get_plan("keydiff", 12, decoding=LATER)]),
   "all queries": (LENGTH, [plan_of("h2o"), plan_of("tova")]),
-  "an index": (LENGTH, [kvjax.get_plan("quest", 0.25)]),
+  "an index of keys": (8, [kvjax.get_plan("quest", 0.25)]),
+  "an index of queries": (16, [kvjax.get_plan("ctkvr:centroids=9", 0.25)]),
+  "an index of the first": (
+    LENGTH,
+    [kvjax.get_plan("ctkvr:choice=init", 0.25)],
+  ),
+  "a ring of queries": (16, [kvjax.get_plan("squeezed:window=12", 0.25)]),
   "channels": (16, [plan_of("think/keydiff:window=9")]),
   "chunks": (LENGTH, [plan_of("chunked/snapkv:window=4:length=8")]),
   "chunks without": (0, [plan_of("chunked/keydiff:length=8")]),
@@ -125,6 +132,32 @@ def test_methods_keep_the_same_beside_one_that_reads_all(name, monkeypatch):
   plan, reader = plan_of(name), plan_of("h2o")
   (alone,), _ = kvjax.sweep(MODEL, PARAMS, PROMPTS, [plan])
   (beside, _), _ = kvjax.sweep(MODEL, PARAMS, PROMPTS, [plan, reader])
+  jax.tree.map(np.testing.assert_array_equal, alone, beside)
+
+
+# Small enough for rows of 40 and 31 tokens to leave much to retrieve from.
+@pytest.mark.parametrize(
+  "name",
+  [
+    "ctkvr:sinks=2:local=5",
+    "ctkvr:sinks=2:local=5:centroids=9:causal=true",
+    "ctkvr:sinks=2:local=5:centroids=36",
+    "ctkvr:sinks=2:local=5:choice=init",
+    "ctkvr:sinks=2:local=5:max_resident=9",
+    "flat:sinks=2:local=5",
+    "quest:dense_layers=:page=4",
+    "magicpig:sinks=2:local=5:bits=3:tables=12:dense_every=0",
+    "clusterkv:sinks=2:clusters=7:iterations=3:dense_layers=",
+    "squeezed:local=5:window=12:clusters=7:iterations=3",
+    "squeezed:local=5:window=50:clusters=7:iterations=3",
+  ],
+)
+def test_indices_are_the_same_beside_one_that_reads_all(name, monkeypatch):
+  monkeypatch.setattr(sweeping, "_QUERIES", 1)
+  plan, reader = kvjax.get_plan(name, 0.25), plan_of("h2o")
+  (alone,), _ = kvjax.sweep(MODEL, PARAMS, PROMPTS, [plan])
+  (beside, _), _ = kvjax.sweep(MODEL, PARAMS, PROMPTS, [plan, reader])
+  assert any(isinstance(layer, SparseLayer) for layer in alone.layers)
   jax.tree.map(np.testing.assert_array_equal, alone, beside)
 
 
