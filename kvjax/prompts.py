@@ -125,7 +125,7 @@ class Prompts:
         other things than token ids, or `protected` has other lengths than the
         rows.
     """
-    _check_rows(rows)
+    check_rows(rows)
     if not len(rows):
       raise InputError("There are no prompts; give at least one.")
     for index, row in enumerate(rows):
@@ -255,8 +255,12 @@ def _known(
   return np.asarray(array)
 
 
-def _check_rows(rows: Any) -> None:
-  """Checks types, for callers without a static type checker."""
+def check_rows(rows: Any) -> None:
+  """Checks types, for callers without a static type checker.
+
+  Raises:
+    InputError: these are no rows.
+  """
   for row in rows if hasattr(rows, "__len__") else [rows]:
     if isinstance(row, str) or not hasattr(row, "__len__"):
       raise InputError(

@@ -25,7 +25,7 @@ from kvjax.model import (
   check_model,
   check_tokens,
 )
-from kvjax.prompts import Prompts
+from kvjax.prompts import Prompts, check_rows
 
 # Queries of a head whose main direction is computed, as in the authors' code.
 _ROWS = 3000
@@ -85,9 +85,9 @@ def calibrate_queries(
     on_text: called after each text of more than `sinks` tokens.
 
   Raises:
-    InputError: there are too few tokens, or more than the model's context, or
-      some that it does not embed, its layers differ in their heads, or its
-      queries cannot be moved.
+    InputError: these are no rows of token ids, there are too few tokens, or
+      more than the model's context, or some that it does not embed, its layers
+      differ in their heads, or its queries cannot be moved.
 
   Examples:
     >>> import kvjax
@@ -99,6 +99,7 @@ def calibrate_queries(
     (2, 2, 8)
   """
   check_model(model)
+  check_rows(rows)
   rows = [row for row in rows if len(row) > sinks]
   if sum(len(row) - sinks for row in rows) < 2:
     raise InputError(

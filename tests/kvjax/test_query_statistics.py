@@ -339,6 +339,16 @@ def test_programs_that_evict_repeatedly_have_no_statistics(
     assert not [line for line in found if "constant dense" in line]
 
 
+@pytest.mark.parametrize(
+  "texts",
+  [[1, 2, 3], kvjax.Prompts.of(ROWS), ["a text"], 7],
+  ids=["one text", "prompts", "letters", "a number"],
+)
+def test_what_is_no_list_of_texts_is_refused(texts, untyped):
+  with pytest.raises(InputError, match=r"rows of token ids.* is no row"):
+    kvjax.calibrate_queries(MODEL, PARAMS, texts)
+
+
 def test_texts_that_say_nothing_are_refused():
   with pytest.raises(InputError, match="more than 4 tokens"):
     kvjax.calibrate_queries(MODEL, PARAMS, [[1, 2, 3]])
