@@ -61,7 +61,10 @@ COLUMNS = {
   "peers_prefill_5000": ("prefill", *paired_times.HEADING),
   "peers_prefill_8000": ("prefill", *paired_times.HEADING),
   "peers_prefill_random": ("prefill", *paired_times.HEADING),
+  "peers_prefill_xeon": ("prefill", *paired_times.HEADING),
+  "peers_prefill_5000_xeon": ("prefill", *paired_times.HEADING),
   "peers_decode": ("decode", *paired_times.HEADING),
+  "peers_decode_xeon": ("decode", *paired_times.HEADING),
   "peers_compress": ("compress", *paired_times.HEADING),
 }
 PAGES = {
