@@ -58,52 +58,25 @@ class Prompt:
   seed: int = 0
 
   @classmethod
-  def of(
-    cls,
-    tokenizer: Tokenizer,
-    context: str,
-    question: str,
-    prefix: str,
-    max_new_tokens: int,
-    chat: bool = True,
-    key: str | None = None,
-    thinking: bool = False,
-  ) -> "Prompt":
-    """Encodes the texts, by default with the model's chat template."""
-    before, after = (
-      tokenizer.split_chat(context, thinking=thinking)
-      if chat
-      else (tokenizer.bos + context, "")
-    )
-    question = question + after + prefix
+  def of_sample(cls, tokenizer: Tokenizer, sample: Sample) -> "Prompt":
+    """Encodes a sample of a task, with the chat template if it has one."""
+    before, after = tokenizer.bos + sample.context, ""
+    if sample.chat:
+      before, after = tokenizer.split_chat(
+        sample.context, thinking=sample.thinking
+      )
+    question = sample.question + after + sample.answer_prefix
     return cls(
       tokenizer.encode(before),
       tokenizer.encode(question),
-      max_new_tokens,
-      key_token=None
-      if key is None
-      else passkey.first_key_token(tokenizer, question, key),
-    )
-
-  @classmethod
-  def of_sample(cls, tokenizer: Tokenizer, sample: Sample) -> "Prompt":
-    """Encodes a sample of a task."""
-    prompt = cls.of(
-      tokenizer,
-      sample.context,
-      sample.question,
-      sample.answer_prefix,
       sample.max_new_tokens,
-      sample.chat,
-      sample.key,
-      sample.thinking,
-    )
-    return dataclasses.replace(
-      prompt,
-      protected=sample.protected,
-      stays=sample.stays,
-      sampling=sample.sampling,
-      seed=sample.draw_seed,
+      sample.protected,
+      sample.stays,
+      None
+      if sample.key is None
+      else passkey.first_key_token(tokenizer, question, sample.key),
+      sample.sampling,
+      sample.draw_seed,
     )
 
   @property

@@ -25,6 +25,7 @@ from kvjax.experiments.run.prompting import (
   Shape,
   check_context_length,
 )
+from kvjax.experiments.tasks.sample import Sample
 from kvjax.models.pretrained import Pretrained
 
 _MAX_NEW_TOKENS = 128
@@ -66,9 +67,10 @@ def answer_question(
   Raises:
     InputError: text, question and answer are longer than the model's context.
   """
+  sample = Sample(text, question, "", (), "text", _MAX_NEW_TOKENS, {})
   if protocol == QUERY_AWARE_KVPRESS:
-    text, question = text + question, ""
-  prompt = Prompt.of(lm.text, text, question, "", _MAX_NEW_TOKENS)
+    sample = sample.with_question_in_context()
+  prompt = Prompt.of_sample(lm.text, sample)
   check_context_length(lm, [prompt])
   shape = Shape.of([prompt], 1, protocol)
   by_candidate: dict[Candidate, Reply] = {}
@@ -113,9 +115,8 @@ def to_terminal(
 def without_repeats(answer: str) -> str:
   """Cuts an answer where it only repeats itself, as small models do.
 
-  It is compared by lines and sentences. The last may be the beginning of an
-  earlier one, where tokens ran out. One that is repeated once may be meant; it
-  stays.
+  Lines and sentences are compared. The last one may be cut short, where tokens
+  ran out. One that is repeated once may be meant, and stays.
   """
   parts = _SENTENCES.split(answer)
   said = [(part.strip(), end) for end, part in enumerate(parts, 1)]
