@@ -213,16 +213,22 @@ class _Joined:
     self, lm: Pretrained, prompts: Sequence[Prompt], shape: Shape
   ) -> list[list[int]]:
     """Answers a question of each context; keeps the turn if turns stay."""
+    copies = len(self.own)
+    seeds = np.array([prompt.seed for prompt in prompts], np.int32)
+    after: kvjax.Prompts | Float[Array, "B V"] = self.logits
+    if shape.question:
+      asked = [prompt.question for prompt in prompts]
+      after = kvjax.Prompts.of(asked, shape.question).repeat(copies)
     # Renumbered tokens count from what was kept: only the difference is tokens.
     start = hosts.read(self.cache.next_positions) if self.stays else 0
     turn = kvjax.generate(
       lm.model,
       lm.params,
       self.cache,  # donated, if the turn is kept
-      _questions(self.cache, prompts, shape) if shape.question else self.logits,
+      after,
       _decoding(lm, prompts),
       keep=self.stays,
-      seeds=_seeds(self.cache, prompts),
+      seeds=np.tile(seeds, copies),
     )
     if self.stays:
       assert turn.cache is not None
@@ -298,22 +304,6 @@ def _groups(
 def _decoding(lm: Pretrained, prompts: Sequence[Prompt]) -> kvjax.Decoding:
   first = prompts[0]
   return lm.decoding(first.max_new_tokens, first.sampling)
-
-
-def _seeds(
-  cache: kvjax.Cache, prompts: Sequence[Prompt]
-) -> Int[np.ndarray, " R"]:
-  """Repeats the prompts' seeds for each row of the cache."""
-  seeds = np.array([prompt.seed for prompt in prompts], np.int32)
-  return np.tile(seeds, cache.next_positions.shape[0] // len(prompts))
-
-
-def _questions(
-  cache: kvjax.Cache, prompts: Sequence[Prompt], shape: Shape
-) -> kvjax.Prompts:
-  """Pads the questions and repeats them for each row of the cache."""
-  questions = kvjax.Prompts.of([p.question for p in prompts], shape.question)
-  return questions.repeat(cache.next_positions.shape[0] // len(prompts))
 
 
 def _with_capacity(

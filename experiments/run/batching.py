@@ -62,20 +62,15 @@ def contexts_of(
   """Yields the contexts of each part; if `apart`, one for every sample."""
   for part, drawn in samples.items():
     groups: dict[object, list[int]] = {}
-    prompted = [_as_prompted(sample, protocol) for sample in drawn]
+    prompted = drawn
+    if protocol == QUERY_AWARE_KVPRESS:
+      prompted = [sample.with_question_in_context() for sample in drawn]
     for number, sample in enumerate(prompted):
       key = number if apart or protocol == QUERY_AWARE else sample.context
       groups.setdefault(key, []).append(number)
     for numbers in groups.values():
       prompts = [Prompt.of_sample(lm.text, prompted[n]) for n in numbers]
       yield Context(part, numbers, [drawn[n] for n in numbers], prompts)
-
-
-def _as_prompted(sample: Sample, protocol: Protocol) -> Sample:
-  """Moves the question into the context, if kvpress compresses it there."""
-  if protocol == QUERY_AWARE_KVPRESS:
-    return sample.with_question_in_context()
-  return sample
 
 
 def join_turns(prompts: Prompted) -> Prompted:

@@ -1,10 +1,11 @@
 """Times each method and budget alone, on one prompt of each length."""
 
 import dataclasses
+import itertools
 import pathlib
 import statistics
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import kvjax
 from kvjax.experiments.run import prefilling, stopwatch
@@ -102,15 +103,18 @@ class Speeds:
       for length, left in missing.items():
         prompt = _first_prompt(lm, samples, length, self._protocol)
         shape = Shape.of([prompt], 1, self._protocol)
-        for start in range(0, len(left), _TURNS):
-          turns = left[start : start + _TURNS]
-          seconds: list[list[_Seconds]] = [[] for _ in turns]
+        for turns in itertools.batched(left, _TURNS):
+          seconds: list[list[tuple[float, float]]] = [[] for _ in turns]
           for _ in range(1 + rounds):
             for candidate, measured in zip(turns, seconds, strict=True):
               measured.append(_time(lm, candidate, prompt, shape))
               advance(candidate.method, 1)
           self._file.add(
-            self._speed(length, candidate, measured[1:])
+            Speed(
+              *self._key(length, candidate),
+              rounds,
+              *map(statistics.median, zip(*measured[1:], strict=True)),
+            )
             for candidate, measured in zip(turns, seconds, strict=True)
           )
 
@@ -141,21 +145,6 @@ class Speeds:
     known = self._file.records.get(self._key(length, candidate))
     return 0 if known is None else known.rounds
 
-  def _speed(
-    self, length: int, candidate: Candidate, measured: "Sequence[_Seconds]"
-  ) -> Speed:
-    return Speed(
-      *self._key(length, candidate),
-      len(measured),
-      statistics.median(each.prefill for each in measured),
-      statistics.median(each.token for each in measured),
-    )
-
-
-class _Seconds(NamedTuple):
-  prefill: float
-  token: float
-
 
 def _first_prompt(
   lm: Pretrained, samples: Samples, length: int, protocol: Protocol
@@ -167,7 +156,8 @@ def _first_prompt(
 
 def _time(
   lm: Pretrained, candidate: Candidate, prompt: Prompt, shape: Shape
-) -> _Seconds:
+) -> tuple[float, float]:
+  """Measures the seconds of the prefill, and of a decoded token."""
   contexts = shape.batch([prompt])
   later = candidate.plan.while_decoding
   every = None if later is None else later.schedule.every
@@ -181,4 +171,4 @@ def _time(
       lm.model, lm.params, result.cache, result.logits, decoding
     )
   )
-  return _Seconds(prefill, answer / count)
+  return prefill, answer / count

@@ -68,10 +68,6 @@ def with_same_first_token(answers: Sequence[Answer]) -> list[Answer]:
 
 def _row(group: Sequence[Answer]) -> dict[str, Any]:
   first = group[0]
-
-  def mean_score(name: str) -> float:
-    return round(statistics.fmean(a.scores[name] for a in group), 2)
-
   values = {
     name: [getattr(answer, name) for answer in group] for name in DIGITS
   }
@@ -82,7 +78,10 @@ def _row(group: Sequence[Answer]) -> dict[str, Any]:
     if None not in known
   }
   shared = [n for n in first.scores if all(n in a.scores for a in group)]
-  scores = {name: mean_score(name) for name in shared}
+  scores = {
+    name: round(statistics.fmean(a.scores[name] for a in group), 2)
+    for name in shared
+  }
   return {
     "method": first.method,
     "options": first.options,
