@@ -4,7 +4,6 @@ import contextlib
 import functools
 import os
 import pathlib
-import warnings
 from collections.abc import Iterator, Sequence
 
 import jax
@@ -13,7 +12,7 @@ from absl import flags, logging
 
 from kvjax import hosts, kernels, models
 from kvjax.cache.sharding import parse_mesh, parse_sizes, split_mesh
-from kvjax.errors import InputError, InputWarning
+from kvjax.errors import InputError, warn
 from kvjax.experiments.benchmarks import hub
 from kvjax.experiments.inputs.number_lists import parse_numbers
 from kvjax.experiments.run import multihost, results, tuned_tables
@@ -165,12 +164,10 @@ def _split(mesh: jax.sharding.Mesh) -> jax.sharding.Mesh:
       "vocab": f"a vocabulary of {config.vocab_size:,}",
     }
     names = " and ".join(whole[a] for a in whole if a in copied.axes)
-    warnings.warn(
+    warn(
       f"The {mesh.shape['model']} devices of the axis 'model' of --mesh cannot "
       f"share out {names} evenly: some have the same, so that each takes "
-      f"{copied.bytes:,} bytes of weights more{_more_per_token(mesh, split)}.",
-      InputWarning,
-      stacklevel=2,
+      f"{copied.bytes:,} bytes of weights more{_more_per_token(mesh, split)}."
     )
   return split
 
@@ -193,11 +190,7 @@ def _more_per_token(mesh: jax.sharding.Mesh, split: jax.sharding.Mesh) -> str:
 def _kernels(
   text: str,
 ) -> tuple[kernels.Implementation | None, dict[str, kernels.Implementation]]:
-  """Parses --kernels: what computes all operations, and some of them.
-
-  Raises:
-    InputError: it is neither auto, xla, nor a list such as select:xla.
-  """
+  """Parses --kernels: what computes all operations, and some of them."""
   if text in ("auto", "xla"):
     return ("xla" if text == "xla" else None), {}
   overrides: dict[str, kernels.Implementation] = {}

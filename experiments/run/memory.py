@@ -1,14 +1,13 @@
 """How many contexts fit in memory with the caches of all candidates."""
 
 import os
-import warnings
 from collections.abc import Sequence
 
 import jax
 
 import kvjax
 from kvjax.engine.plan_fit import recites
-from kvjax.errors import InputWarning
+from kvjax.errors import warn
 from kvjax.experiments.run.candidates import Candidate
 from kvjax.models.pretrained import Pretrained
 
@@ -39,12 +38,10 @@ def rows_that_fit(
   fitting = max(fitting // rows, 1) * rows
   if fitting >= batch:
     return batch
-  warnings.warn(
+  warn(
     f"A batch of {batch} contexts needs about {batch * row / 2**30:.1f} GiB "
     f"for {len(candidates)} caches, too much with everything else in the "
-    f"{memory / 2**30:.1f} GiB here; using --batch={fitting}.",
-    InputWarning,
-    stacklevel=2,
+    f"{memory / 2**30:.1f} GiB here; using --batch={fitting}."
   )
   return fitting
 
