@@ -1,5 +1,7 @@
 """The tables of a comparison: a few tasks side by side, at each length."""
 
+import functools
+
 import rich.console
 
 from kvjax.experiments.report import (
@@ -20,33 +22,26 @@ def markdown(record: Record) -> str:
   return formats.document(
     f"**{wording.title(summary)}**",
     formats.escaped(wording.headline(means(summary["rows"]))),
-    *tables.of_parts(record, _in_full),
+    *tables.of_parts(record, _tables),
     wording.circumstances(summary),
   )
 
 
 def terminal(record: Record) -> rich.console.Group:
-  """Formats settings and tables for a terminal of 80 columns.
+  """Formats settings and tables for a terminal of 80 columns."""
+  brief = functools.partial(_tables, brief=True)
+  return run_tables.framed(record.summary, tables.of_parts(record, brief))
 
-  If there are several budgets, the details are those of the middle one.
+
+def _tables(part: Record, brief: bool = False) -> list[Table]:
+  """Builds a table by budget, if there are several, and one with details.
+
+  In brief, the details are those of the middle budget.
   """
-  return run_tables.framed(record.summary, tables.of_parts(record, _in_brief))
-
-
-def _in_full(part: Record) -> list[Table]:
-  return [*_overview(part), _details(part)]
-
-
-def _in_brief(part: Record) -> list[Table]:
-  overview = _overview(part)
-  shown = tables.at_middle(part) if overview else part
-  return [*overview, _details(shown)]
-
-
-def _overview(record: Record) -> list[Table]:
-  """Builds a table with a column per budget, if there are several."""
-  several = len(tables.budget_names(record)) > 1
-  return [tables.by_budget(record)] if several else []
+  if len(tables.budget_names(part)) == 1:
+    return [_details(part)]
+  shown = tables.at_middle(part) if brief else part
+  return [tables.by_budget(part), _details(shown)]
 
 
 def _details(record: Record) -> Table:
@@ -73,10 +68,9 @@ def _details(record: Record) -> Table:
   if reads_less(averages):
     columns["read"] = [f"{mean.read_tokens:.0f}" for mean in averages]
   columns |= tables.of_bytes(averages)
-  lines = list(zip(*columns.values(), strict=True))
   title = (
     f"{wording.score_name(record.summary)} by task, "
     f"n = {min(mean.samples for mean in averages)}; tokens that a head keeps; "
     "size of a context's cache"
   )
-  return Table(title, list(columns), lines, names=2)
+  return Table.of_columns(title, columns, names=2)

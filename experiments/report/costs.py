@@ -2,7 +2,7 @@
 
 from kvjax.experiments.report import wording
 from kvjax.experiments.report.formats import Table
-from kvjax.experiments.report.means import Mean, Name, means
+from kvjax.experiments.report.means import Mean, means
 from kvjax.experiments.report.run_files import Record
 
 
@@ -25,10 +25,7 @@ def table(record: Record) -> Table:
     for length in lengths
   }
   longest = by_length[lengths[-1]]
-
-  def time(name: Name) -> float:
-    return longest[name].prefill_seconds or 0.0
-
+  fastest = sorted(longest, key=lambda name: longest[name].prefill_seconds or 0)
   columns = [
     f"{length:,}: {what}" for length in lengths for what in ("MiB", "ms")
   ]
@@ -38,7 +35,7 @@ def table(record: Record) -> Table:
       wording.budget(*name),
       *(cell for of in by_length.values() for cell in _cells(of.get(name))),
     )
-    for name in sorted(longest, key=time)
+    for name in fastest
   ]
   return Table("", ["method", "budget", *columns], lines, names=2)
 

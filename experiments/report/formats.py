@@ -42,6 +42,14 @@ class Table(NamedTuple):
   least: int = 16
   named: int = 0
 
+  @classmethod
+  def of_columns(
+    cls, title: str, columns: Mapping[str, Sequence[str]], names: int = 1
+  ) -> "Table":
+    """Makes a table of the cells of each column by its name."""
+    lines = list(zip(*columns.values(), strict=True))
+    return cls(title, list(columns), lines, names)
+
   def __rich_console__(
     self, console: rich.console.Console, options: rich.console.ConsoleOptions
   ) -> Iterator[rich.console.RenderableType]:

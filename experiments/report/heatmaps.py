@@ -54,19 +54,14 @@ def heatmaps(summary: Summary) -> Figure:
   width = min(max(_LEAST, cell[0] * len(lengths)), _MOST)
   titles = {name: _title(name, groups[name], width) for name in groups}
   slots, columns = _arranged(list(groups))
+  rows = len(slots) // columns
+  lines = 1 + max(title.count("\n") for title in titles.values())
   figure = figures.canvas(
     columns * (width + _BETWEEN[0]) + _MARGINS[0],
-    len(slots)
-    // columns
-    * (
-      cell[1] * len(depths)
-      + _BETWEEN[1]
-      + _LINE * (1 + max(title.count("\n") for title in titles.values()))
-    )
-    + _MARGINS[1],
+    rows * (cell[1] * len(depths) + _BETWEEN[1] + _LINE * lines) + _MARGINS[1],
     wording.title(summary),
   )
-  panels = figure.subplots(-(-len(slots) // columns), columns, squeeze=False)
+  panels = figure.subplots(rows, columns, squeeze=False)
   for place, (axes, name) in enumerate(zip(panels.flat, slots, strict=True)):
     if name is None:
       axes.set_axis_off()

@@ -11,23 +11,14 @@ are published ones; those made here are `kvjax_ruler` and so on.
 import json
 import pathlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from kvjax import files
 from kvjax.experiments.benchmarks.kvpress_layout import KvpressLayout
 from kvjax.experiments.benchmarks.registry import presentation
 from kvjax.experiments.report import formats
-from kvjax.experiments.report.means import (
-  Mean,
-  Row,
-  Summary,
-  by_task,
-  evictable,
-  grouped,
-  means,
-  score,
-)
+from kvjax.experiments.report.means import Mean, Summary, evictable, means
 from kvjax.experiments.report.rows import SETTINGS, settings_of
 from kvjax.experiments.report.run_files import Record
 from kvjax.experiments.run.candidates import FULL
@@ -66,11 +57,8 @@ class Folder(NamedTuple):
 def folders(record: Record) -> Iterator[Folder]:
   """Yields all folders of a run."""
   for part in _parts(record):
-    groups = grouped(part.summary["rows"])
     for mean in means(part.summary["rows"]):
-      method, budget = mean.name
-      answers = part.at(method=method, budget=budget).answers
-      yield _folder(part.summary, mean, groups[mean.name], answers)
+      yield _folder(part.at(method=mean.method, budget=mean.budget), mean)
 
 
 def _parts(record: Record) -> Iterator[Record]:
@@ -84,11 +72,10 @@ def _parts(record: Record) -> Iterator[Record]:
     yield from map(part.of_tasks, layout.groups(part.values("task")))
 
 
-def _folder(
-  summary: Summary, mean: Mean, rows: Sequence[Row], answers: Sequence[Answer]
-) -> Folder:
+def _folder(own: Record, mean: Mean) -> Folder:
+  summary = own.summary
   layout = presentation(summary["benchmark"]).kvpress
-  config = _config(layout, summary, mean, rows[0])
+  config = _config(layout, summary, mean)
   share = config["compression_ratio"]
   parts = [
     config["dataset"],
@@ -106,18 +93,20 @@ def _folder(
   name = "__".join(_plain(part) for part in parts if part)
   contents = {
     "predictions.csv": formats.to_csv(
-      _prediction(layout, answer, config["query_aware"]) for answer in answers
+      _prediction(layout, answer, config["query_aware"])
+      for answer in own.answers
     ),
-    "metrics.json": _json(layout.metrics(by_task(rows, score), answers)),
+    "metrics.json": _json(layout.metrics(mean.tasks, own.answers)),
     _CONFIG: _json(config),
   }
   return Folder(name, contents)
 
 
 def _config(
-  layout: KvpressLayout, summary: Summary, mean: Mean, row: Row
+  layout: KvpressLayout, summary: Summary, mean: Mean
 ) -> dict[str, Any]:
   """Builds the corresponding arguments of kvpress."""
+  row = summary["rows"][0]
   _, bucket = layout.data_set(row["task"])
   press = "no_press" if mean.method == FULL else mean.method
   removed = 1 - mean.retention

@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import math
+import operator
 import re
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -270,12 +271,8 @@ def _mean(
   rows: Sequence[Row], answers: Sequence[Answer], full: Sequence[Row]
 ) -> Mean:
   first = rows[0]
-
-  def over_tasks(name: str) -> float:
-    return mean_of(rows, lambda row: row[name])
-
   numbers: dict[str, Any] = {
-    name: over_tasks(name)
+    name: mean_of(rows, operator.itemgetter(name))
     for name in TIMED
     if all(row.get(name) is not None for row in rows)
   }

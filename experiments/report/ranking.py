@@ -122,9 +122,8 @@ class Group:
   @property
   def table(self) -> Table:
     """A line per method and budget."""
-    name = wording.score_name(self.first.summary)
     shown = presentation(self.first.summary["benchmark"])
-    return self._with_ranks(overview(self._means, "", name, shown.long_answers))
+    return self._with_ranks(overview(self._means, "", shown))
 
   @property
   def plot(self) -> bytes:

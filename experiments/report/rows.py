@@ -19,12 +19,11 @@ from kvjax.experiments.report.run_files import Record
 from kvjax.experiments.run.candidates import FULL
 from kvjax.experiments.run.results import Settings
 
-_ENDS = ("benchmark", "data")
 # Fields of a summary that comparable rows share.
 SETTINGS = (
-  _ENDS[0],
-  *(each.name for each in fields(Settings) if each.name not in _ENDS),
-  *(_ENDS[1], "decoding"),
+  "benchmark",
+  *(f.name for f in fields(Settings) if f.name not in ("benchmark", "data")),
+  *("data", "decoding"),
 )
 
 

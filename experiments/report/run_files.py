@@ -2,7 +2,7 @@
 
 import operator
 import pathlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, get_type_hints
 
 from kvjax import files
@@ -51,25 +51,21 @@ class Record(NamedTuple):
   summary: Summary
   answers: Sequence[Answer] = ()
 
+  def select(self, chosen: Callable[[Row], bool]) -> "Record":
+    """Selects rows and answers by their fields."""
+    rows = [row for row in self.summary["rows"] if chosen(row)]
+    answers = [answer for answer in self.answers if chosen(vars(answer))]
+    return Record(self.folder, {**self.summary, "rows": rows}, answers)
+
   def at(self, **fields: object) -> "Record":
     """Selects rows and answers by field values, as in `length=1024`."""
-    rows = [
-      row
-      for row in self.summary["rows"]
-      if all(row[name] == value for name, value in fields.items())
-    ]
-    answers = [
-      answer
-      for answer in self.answers
-      if all(getattr(answer, name) == value for name, value in fields.items())
-    ]
-    return Record(self.folder, {**self.summary, "rows": rows}, answers)
+    return self.select(
+      lambda own: all(own[name] == value for name, value in fields.items())
+    )
 
   def of_tasks(self, tasks: Collection[str]) -> "Record":
     """Selects rows and answers of some tasks."""
-    rows = [row for row in self.summary["rows"] if row["task"] in tasks]
-    answers = [answer for answer in self.answers if answer.task in tasks]
-    return Record(self.folder, {**self.summary, "rows": rows}, answers)
+    return self.select(lambda own: own["task"] in tasks)
 
   @property
   def ranked(self) -> "Record":

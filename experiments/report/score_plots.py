@@ -11,12 +11,14 @@ from kvjax.experiments.report import figures, lines, wording
 from kvjax.experiments.report.lines import Line, Point
 from kvjax.experiments.report.means import (
   Mean,
+  Name,
   complete,
   means,
   ranked,
   reads_less,
 )
 from kvjax.experiments.report.run_files import Record
+from kvjax.experiments.report.tables import budget_names
 from kvjax.experiments.run.candidates import FULL
 
 # More methods than this cannot be told apart: the best keep their colors, and
@@ -89,28 +91,23 @@ def score_vs_bytes(record: Record) -> Figure:
 def score_by_turn(record: Record) -> Figure:
   """Plots the score of every turn of a conversation, for each budget."""
   turns = sorted(record.values("turn"))
-  parts = {turn: record.at(turn=turn) for turn in turns}
-  averages = {
-    turn: means(part.summary["rows"], part.answers)
-    for turn, part in parts.items()
-  }
-  every = means(record.summary["rows"])
-  methods = _methods(every)
-  budgets = list(dict.fromkeys(m.budget for m in every if m.method != FULL))
-  pictures = {}
-  for budget in budgets or ["1"]:
-    points: dict[str, list[Point]] = {}
-    for turn in turns:
-      for mean in averages[turn]:
-        if mean.method == FULL or mean.budget == budget:
-          point = Point(float(turn + 1), mean.score, mean.interval)
-          points.setdefault(mean.method, []).append(point)
-    pictures[budget] = [
+  points: dict[Name, list[Point]] = {}
+  for turn in turns:
+    part = record.at(turn=turn)
+    for mean in means(part.summary["rows"], part.answers):
+      point = Point(float(turn + 1), mean.score, mean.interval)
+      points.setdefault(mean.name, []).append(point)
+  methods = _methods(means(record.summary["rows"]))
+  pictures = {
+    budget: [
       Line("full cache", own)
       if method == FULL
       else lines.styled(method, own, methods.index(method))
-      for method, own in points.items()
+      for (method, of), own in points.items()
+      if method == FULL or of == budget
     ]
+    for budget in budget_names(record)
+  }
   sizes = [lines.size(drawn) for drawn in pictures.values()]
   figure = figures.canvas(
     max(width for width, _ in sizes),

@@ -39,22 +39,20 @@ def weighted_by_length(record: Record) -> list[Table]:
   """
   lengths = sorted(record.values("length"))
   averages = presentation(record.summary["benchmark"]).averages_of_lengths
-  if averages is None or len(lengths) == 1:
-    return []
-  at = {length: record.at(length=length) for length in lengths}
+  ran = {(row["task"], row["length"]) for row in record.summary["rows"]}
   tasks = [
     task
     for task in record.values("task")
-    if all(task in part.values("task") for part in at.values())
+    if all((task, length) in ran for length in lengths)
   ]
-  required = {(task, length) for task in tasks for length in lengths}
+  if averages is None or len(lengths) == 1 or not tasks:
+    return []
   header: list[str] = []
   cells = {}
   for name, rows in grouped(record.summary["rows"]).items():
     rows = [row for row in rows if row["task"] in tasks]
-    if (
-      not required or {(row["task"], row["length"]) for row in rows} != required
-    ):
+    own = {(row["task"], row["length"]) for row in rows}
+    if len(own) < len(tasks) * len(lengths):
       continue
     weighted = averages(
       {

@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 
+from kvjax.experiments.benchmarks.base import Presentation
 from kvjax.experiments.benchmarks.registry import presentation
 from kvjax.experiments.report import series, wording
 from kvjax.experiments.report.formats import Table
@@ -70,10 +71,7 @@ def has_depths(record: Record) -> bool:
 
 
 def overview(
-  summary_means: Sequence[Mean],
-  title: str,
-  name: str = "score",
-  long_answers: bool = False,
+  summary_means: Sequence[Mean], title: str, shown: Presentation
 ) -> Table:
   """Builds a table with a line per method and budget, with uncertainties.
 
@@ -82,24 +80,26 @@ def overview(
   Args:
     summary_means: the lines.
     title: title of the table.
-    name: name of the score.
-    long_answers: whether to show the answers' tokens and the bytes that the
-      caches take while answers are decoded.
+    shown: the name of the score, and whether answers are long.
   """
-  columns: dict[str, list[str]] = {
+  comparable = complete(summary_means)
+  columns = {
     "method": [mean.method for mean in summary_means],
     "budget": [wording.budget(*mean.name) for mean in summary_means],
     **_tokens(summary_means),
+    shown.score: [_score(mean, comparable) for mean in summary_means],
+    "95 %": [
+      wording.interval(mean.interval if mean in comparable else None)
+      for mean in summary_means
+    ],
+    "Δ full": [wording.signed(mean.delta) for mean in summary_means],
+    "n": [str(mean.samples) for mean in summary_means],
+    **of_bytes(summary_means),
+    **_seconds(summary_means),
   }
-  comparable = complete(summary_means)
-  for mean in summary_means:
-    for column, text in _uncertainty(mean, name, comparable).items():
-      columns.setdefault(column, []).append(text)
-  columns |= of_bytes(summary_means) | _seconds(summary_means)
-  if long_answers:
+  if shown.long_answers:
     columns |= _passed(summary_means) | _answers(summary_means)
-  lines = list(zip(*columns.values(), strict=True))
-  return Table(title, list(columns), lines, names=2)
+  return Table.of_columns(title, columns, names=2)
 
 
 def by_budget(record: Record) -> Table:
@@ -207,31 +207,28 @@ def by_set(
   return Table(title, header, lines, names=2, least=_SET)
 
 
-def costs(record: Record, long_answers: bool = False) -> Table:
-  """Builds a table for one budget: tokens kept and read, and bytes.
-
-  See `overview` for `long_answers`.
-  """
+def costs(record: Record) -> Table:
+  """Builds a table for one budget: tokens kept and read, and bytes."""
   summary_means = means(record.summary["rows"])
   columns = {
     "method": [mean.method for mean in summary_means],
     **_tokens(summary_means),
     **of_bytes(summary_means),
-    **(_answers(summary_means) if long_answers else {}),
   }
+  if presentation(record.summary["benchmark"]).long_answers:
+    columns |= _answers(summary_means)
   title = f"caches at {wording.budget(*summary_means[-1].name)}"
-  return Table(title, list(columns), list(zip(*columns.values(), strict=True)))
+  return Table.of_columns(title, columns)
 
 
 def _in_full(part: Record) -> list[Table]:
-  name = wording.score_name(part.summary)
-  title = wording.averaged(part.values("task"))
   summary_means = means(part.summary["rows"], part.answers)
-  long_answers = presentation(part.summary["benchmark"]).long_answers
-  shown = [by_budget(part), overview(summary_means, title, name, long_answers)]
+  title = wording.averaged(part.values("task"))
+  shown = presentation(part.summary["benchmark"])
+  result = [by_budget(part), overview(summary_means, title, shown)]
   for budget in budget_names(part):
-    shown += _tasks(_at(part, budget))
-  return [*shown, *series.other_scores(part), *series.by_turn(part)]
+    result += _tasks(_at(part, budget))
+  return [*result, *series.other_scores(part), *series.by_turn(part)]
 
 
 def _in_brief(part: Record) -> list[Table]:
@@ -241,7 +238,7 @@ def _in_brief(part: Record) -> list[Table]:
   long_answers = presentation(part.summary["benchmark"]).long_answers
   return [
     by_budget(part),
-    *([costs(middle, long_answers)] if lookups or long_answers else []),
+    *([costs(middle)] if lookups or long_answers else []),
     *_tasks(middle),
     *series.other_scores(middle),
     *series.by_turn(middle),
@@ -262,13 +259,10 @@ def at_middle(record: Record) -> Record:
 
 
 def _at(record: Record, budget: str) -> Record:
-  """Selects the full cache and the rows of a budget."""
-  rows = [
-    row
-    for row in record.summary["rows"]
-    if row["method"] == FULL or row["budget"] == budget
-  ]
-  return record._replace(summary={**record.summary, "rows": rows})
+  """Selects the full cache and a budget."""
+  return record.select(
+    lambda own: own["method"] == FULL or own["budget"] == budget
+  )
 
 
 def budget_names(record: Record) -> list[str]:
@@ -281,19 +275,6 @@ def budget_names(record: Record) -> list[str]:
 def _score(mean: Mean, comparable: Sequence[Mean]) -> str:
   """Formats a score, or a dash if it is over other tasks than those of most."""
   return series.number(mean.score if mean in comparable else None)
-
-
-def _uncertainty(
-  mean: Mean, name: str, comparable: Sequence[Mean]
-) -> dict[str, str]:
-  """Formats a score with its uncertainty, by column name."""
-  bounds = mean.interval if mean in comparable else None
-  return {
-    name: _score(mean, comparable),
-    "95 %": wording.interval(bounds),
-    "Δ full": wording.signed(mean.delta),
-    "n": str(mean.samples),
-  }
 
 
 def _tokens(summary_means: Sequence[Mean]) -> dict[str, list[str]]:

@@ -6,6 +6,7 @@ import statistics
 
 import pytest
 
+from kvjax.experiments.benchmarks.base import Presentation
 from kvjax.experiments.report import (
   compared,
   ranking,
@@ -50,7 +51,8 @@ def test_a_mean_over_fewer_tasks_is_a_dash_in_every_table(
     "full": ["100.0", "0.0", full, "–"],
     "keydiff": ["100.0", "–", "–", "–"],
   }
-  every = overview(means(found.summary["rows"], found.answers), "")
+  averages = means(found.summary["rows"], found.answers)
+  every = overview(averages, "", Presentation())
   assert by_method(every, "score", "Δ full", "n") == {
     "full": [full, "–", "4"],
     "keydiff": ["–", "–", "2"],
