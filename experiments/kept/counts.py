@@ -74,30 +74,28 @@ def kept(
   everything = kvjax.get_plan("full", kvjax.Retention(1.0))
   plans = [candidate.plan for candidate in candidates]
   (full, *caches), _ = kvjax.sweep(model, params, prompts, [everything, *plans])
-  last = None
+  last: Sequence[Activations | None] = [None] * len(full.layers)
   if any(plan.sparse is not None for plan in plans):
     last = _last_activations(model, params, full, tokens[-1])
   return [
-    Kept(candidate, head_counts(cache, last), cache.nbytes, full.nbytes)
+    Kept(candidate, _head_counts(cache, last), cache.nbytes, full.nbytes)
     for candidate, cache in zip(candidates, caches, strict=True)
   ]
 
 
-def head_counts(
-  cache: kvjax.Cache, last: Sequence[Activations] | None = None
+def _head_counts(
+  cache: kvjax.Cache, last: Sequence[Activations | None]
 ) -> Int[np.ndarray, "L n"]:
   """Counts the KV heads of each layer that attend to each token.
 
   Args:
     cache: a cache of one row of n tokens.
-    last: each layer's activations of the last token; required for retrieval.
+    last: each layer's activations of the last token, for retrieval.
   """
-  layers = cache.layers
-  last_of_layer = [None] * len(layers) if last is None else last
   tokens = int(cache.next_positions[0])
   counts = [
     np.bincount(_positions(layer, activations), minlength=tokens)
-    for layer, activations in zip(layers, last_of_layer, strict=True)
+    for layer, activations in zip(cache.layers, last, strict=True)
     if layer is not None
   ]
   return np.stack(counts)

@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import unicodedata
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any
 
 import markupsafe
 import numpy as np
@@ -41,28 +41,6 @@ class Page:
       f'<iframe srcdoc="{markupsafe.escape(self.html)}" '
       'style="width: 100%; height: 40rem; border: 0"></iframe>'
     )
-
-
-class View(NamedTuple):
-  """One candidate's column of the page.
-
-  Attributes:
-    name: method and budget.
-    options: the method with all its hyperparameters.
-    done: what the counted heads did with a token: kept or read.
-    counts: for each token, the heads of each layer as two hexadecimal digits.
-    mean: tokens per head, in words.
-    size: bytes of the cache and of the full one, in words.
-    passage: tokens of the passage per head, in words; "" without one.
-  """
-
-  name: str
-  options: str
-  done: str
-  counts: Sequence[str]
-  mean: str
-  size: str
-  passage: str
 
 
 def of_text(
@@ -148,25 +126,32 @@ def _sign(text: str) -> markupsafe.Markup:
   return markupsafe.Markup("<i>{}</i>").format(text)
 
 
-def _view(result: Kept, heads: int, passage: str) -> View:
+def _view(result: Kept, heads: int, passage: str) -> dict[str, Any]:
+  """Describes the column of a candidate, for the template.
+
+  Args:
+    result: what the candidate keeps.
+    heads: KV heads of a layer.
+    passage: what it keeps of the passage, in words; "" without one.
+  """
   candidate = result.candidate
   layers, length = result.heads.shape
   mean = result.heads.sum() / (layers * heads)
   when = " for the last token" if result.reads else ""
   unit, size = wording.unit([result.full_bytes])
   budget = wording.budget(candidate.method, candidate.budget)
-  return View(
-    name=f"{candidate.method}, {budget}",
-    options=candidate.options,
-    done="read" if result.reads else "kept",
-    counts=_hexadecimal(result.heads),
-    mean=f"{mean:,.1f} of {length:,} ({wording.share(mean / length)}){when}",
-    size=(
+  return {
+    "name": f"{candidate.method}, {budget}",
+    "options": candidate.options,
+    "done": "read" if result.reads else "kept",
+    "counts": _hexadecimal(result.heads),
+    "mean": f"{mean:,.1f} of {length:,} ({wording.share(mean / length)}){when}",
+    "size": (
       f"{result.cache_bytes / size:,.1f} of {result.full_bytes / size:,.1f} "
       f"{unit} ({wording.share(result.cache_bytes / result.full_bytes)})"
     ),
-    passage=passage,
-  )
+    "passage": passage,
+  }
 
 
 def _hexadecimal(heads: Int[np.ndarray, "L n"]) -> list[str]:
