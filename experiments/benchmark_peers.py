@@ -45,6 +45,7 @@ import pathlib
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -64,20 +65,33 @@ from kvjax.experiments.timing import random_models
 from kvjax.models import pretrained, saving
 
 _METHODS = ["full", "keydiff", "snapkv", "lagkv:lag=128", "compactor"]
-_SWEPT = [
-  *("random", "streaming", "key_norm", "keydiff", "lagkv:lag=128"),
-  *("compactor", "tova", "snapkv", "pyramidkv", "adakv"),
-]
-_RETENTIONS = ["0.5", "0.25", "0.1", "0.05"]
-_LENGTHS = {
-  "prefill": ["1024", "1100", "5000", "8000"],
-  "decode": ["1024", "4096"],
-  "compress": ["8192", "32768"],
-  "leaderboard": ["4096"],
-}
 
-# Minutes of each table on two cores, with SmolLM2 and the default flags.
-_MINUTES = {"prefill": 30, "decode": 10, "compress": 5, "leaderboard": 50}
+
+class _Table(NamedTuple):
+  """The defaults of a table, and its minutes with them and SmolLM2."""
+
+  lengths: Sequence[str]
+  methods: Sequence[str]
+  minutes: int
+  retentions: Sequence[str] = ("0.25",)
+  rows: int = 1
+
+
+_TABLES = {
+  "prefill": _Table(["1024", "1100", "5000", "8000"], _METHODS, 30),
+  "decode": _Table(["1024", "4096"], _METHODS, 10),
+  "compress": _Table(["8192", "32768"], _METHODS[1:], 5),
+  "leaderboard": _Table(
+    ["4096"],
+    [
+      *("random", "streaming", "key_norm", "keydiff", "lagkv:lag=128"),
+      *("compactor", "tova", "snapkv", "pyramidkv", "adakv"),
+    ],
+    50,
+    ["0.5", "0.25", "0.1", "0.05"],
+    rows=8,
+  ),
+}
 
 # A model of this name is made here.
 _RANDOM = "random"
@@ -96,7 +110,7 @@ _LAYERS = flags.DEFINE_integer(
   "With --sizes, layers of the model; the default is all.",
   lower_bound=1,
 )
-_TABLE = flags.DEFINE_enum("table", "prefill", list(_LENGTHS), "What to time.")
+_TABLE = flags.DEFINE_enum("table", "prefill", list(_TABLES), "What to time.")
 _NAMES = flags.DEFINE_list(
   "methods", None, "Methods; the default depends on the table."
 )
@@ -134,13 +148,12 @@ def main() -> None:
     )
   # On a GPU, JAX would take most of the memory that all processes share.
   os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
-  peer: pathlib.Path | None = pathlib.Path(_PEER.value)
-  assert peer is not None
-  if not (peer / "bin" / "python").exists():
-    peer = None
+  environment = pathlib.Path(_PEER.value)
+  peer = environment if (environment / "bin" / "python").exists() else None
   if peer is not None and _NAMES.value:
     refusals.refuse_unknown("methods", _NAMES.value, ["full", *PRESSES])
-  lengths = run_inputs.parse_lengths(_LENGTH.value or _LENGTHS[_TABLE.value])
+  table = _TABLES[_TABLE.value]
+  lengths = run_inputs.parse_lengths(_LENGTH.value or table.lengths)
   folder = outputs.folder(_OUTPUT.value)
   cli.announce()
   with _saved_model() as (path, sizes):
@@ -156,7 +169,7 @@ def main() -> None:
       print(_alone(), file=sys.stderr)
     print(
       f"With default flags, the {_TABLE.value} table takes about "
-      f"{_MINUTES[_TABLE.value]} minutes on two cores.",
+      f"{table.minutes} minutes on two cores.",
       file=sys.stderr,
     )
     compared = []
@@ -201,41 +214,32 @@ def _model_name() -> str:
 
 def _cases(sizes: cases.Sizes, lengths: Sequence[int]) -> Iterator[cases.Case]:
   """Yields the lines of the table."""
-  table = _TABLE.value
-  swept = table == "leaderboard"
+  name, table = _TABLE.value, _TABLES[_TABLE.value]
   if _NAMES.present:
     refusals.refuse_no_methods("keydiff,snapkv")
-  methods = _NAMES.value or (_SWEPT if swept else _METHODS)
-  if table == "compress" and _NAMES.value is None:
-    methods = _METHODS[1:]
-  given = _RETENTION.value or (_RETENTIONS if swept else ["0.25"])
-  retentions = [_share(text) for text in given]
-  if swept:
+  methods = _NAMES.value or table.methods
+  retentions = [_share(text) for text in _RETENTION.value or table.retentions]
+  rows, tokens = _ROWS.value or table.rows, _TOKENS.value
+  if name == "leaderboard":
     for length in lengths:
-      yield cases.leaderboard_case(
-        methods, retentions, _ROWS.value or 8, length, _TOKENS.value
-      )
+      yield cases.leaderboard_case(methods, retentions, rows, length, tokens)
     return
   if len(retentions) > 1:
     raise InputError(
-      f"--retention takes one share for the table {table}, such as 0.25."
+      f"--retention takes one share for the table {name}, such as 0.25."
     )
-  share, rows, tokens = retentions[0], _ROWS.value or 1, _TOKENS.value
+  (share,) = retentions
   for length, method in itertools.product(lengths, methods):
-    if table == "prefill":
+    if name == "prefill":
       yield cases.prefill_case(sizes, method, share, rows, length)
-    elif table == "decode":
+    elif name == "decode":
       yield cases.decode_case(sizes, method, share, rows, length, tokens)
     else:
       yield cases.compress_case(method, share, length, sizes.itemsize)
 
 
 def _share(text: str) -> float:
-  """Parses a value of --retention.
-
-  Raises:
-    InputError: it is not a share.
-  """
+  """Parses a value of --retention."""
   (budget,) = parse_budgets([text], None)
   if not isinstance(budget, kvjax.Retention):
     raise InputError(f"--retention takes shares such as 0.25; {text!r} is not.")
