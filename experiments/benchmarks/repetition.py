@@ -4,6 +4,7 @@ A haystack that is longer than its text starts over, which makes it easier to
 compress than a real document of its length.
 """
 
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -33,13 +34,9 @@ def of(samples: Samples) -> Repetition:
   """Measures the repetition of haystacks of prose, by length."""
   contexts: dict[int, dict[str, None]] = {}
   for part, drawn in samples.items():
-    prose_contexts = [
-      sample.context
-      for sample in drawn
-      if sample.metadata.get("haystack") == "essay"
-    ]
-    if prose_contexts:
-      contexts.setdefault(part.length, {}).update(dict.fromkeys(prose_contexts))
+    for sample in drawn:
+      if sample.metadata.get("haystack") == "essay":
+        contexts.setdefault(part.length, {})[sample.context] = None
   shares = {length: distinct_share(texts) for length, texts in contexts.items()}
   return Repetition(
     # By length, as runs of other lengths add theirs.
@@ -61,8 +58,5 @@ def of(samples: Samples) -> Repetition:
 
 def distinct_share(contexts: Iterable[str]) -> float:
   """Computes the share of distinct sentences of a text, mean over texts."""
-  shares = []
-  for context in contexts:
-    sentences = prose.split_sentences(context)
-    shares.append(len(set(sentences)) / len(sentences))
-  return sum(shares) / len(shares)
+  texts = map(prose.split_sentences, contexts)
+  return statistics.fmean(len(set(text)) / len(text) for text in texts)

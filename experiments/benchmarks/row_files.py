@@ -226,11 +226,7 @@ class RowFile:
       ) from error
 
   def _texts(self) -> Iterator[bytes]:
-    """Yields lines with their endings, of any kind.
-
-    Raises:
-      InputError: a line takes more memory than a row can.
-    """
+    """Yields lines with their endings, of any kind."""
     with self._opened() as file:
       # Latin-1 preserves every byte, so that only lines with invalid UTF-8 are
       # rejected.
@@ -259,13 +255,16 @@ class RowFile:
         yield unpacked
 
   def _table(self) -> Iterator[Row]:
+    # Arrow's errors are of the first kind.
+    unlike = (ValueError, _datasets().exceptions.DatasetsError)
     try:
       for number, fields in enumerate(self._dataset(), start=1):
         yield Row(f"Row {number} of {self}", fields)
-    except _datasets().exceptions.DatasetsError as error:
-      raise self._unlike(error) from error
-    except ValueError as error:  # includes Arrow's errors
-      raise self._unlike(error) from error
+    except unlike as error:
+      said = " ".join(str(error).split()).removesuffix(".")
+      raise InputError(
+        f"{self} is no {self.kind[1:]} file, or is cut short: {said}."
+      ) from error
 
   def _dataset(self) -> Any:
     if self.kind == ".parquet":
@@ -283,12 +282,6 @@ class RowFile:
     if self.member:
       return f"zip://{self.member}::{self.path}"
     return glob.escape(str(self.path))
-
-  def _unlike(self, error: Exception) -> InputError:
-    said = " ".join(str(error).split()).removesuffix(".")
-    return InputError(
-      f"{self} is no {self.kind[1:]} file, or is cut short: {said}."
-    )
 
 
 def _check_size(what: str, begun: str | bytes, most: int) -> None:

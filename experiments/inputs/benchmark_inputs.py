@@ -62,15 +62,14 @@ def _define(option: Option) -> flags.FlagHolder[Any]:
     return flags.DEFINE_enum(name, default, list(option.choices), text)
   if option.type is bool:
     return flags.DEFINE_bool(name, default, text)
-  define: dict[type, Callable[..., flags.FlagHolder[Any]]] = {
-    int: flags.DEFINE_integer,
-    float: flags.DEFINE_float,
-  }
-  if option.type in define:
-    return define[option.type](
-      name, default, text, lower_bound=option.lowest, upper_bound=option.highest
-    )
-  return flags.DEFINE_string(name, default, text)
+  if option.type is str:
+    return flags.DEFINE_string(name, default, text)
+  define: Callable[..., flags.FlagHolder[Any]] = (
+    flags.DEFINE_integer if option.type is int else flags.DEFINE_float
+  )
+  return define(
+    name, default, text, lower_bound=option.lowest, upper_bound=option.highest
+  )
 
 
 _OPTIONS: Mapping[str, flags.FlagHolder[Any]] = {
@@ -145,11 +144,7 @@ def draw(lm: Pretrained) -> Drawn:
 
 
 def _request() -> Request:
-  """Collects the values of all flags.
-
-  Raises:
-    InputError: a length is not a positive integer.
-  """
+  """Collects the values of all flags."""
   # Only RULER's cwe takes a file of words.
   reads_questions = set(text_inputs.CORPORA) <= {*chosen().inputs}
   return Request(
