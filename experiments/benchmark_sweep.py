@@ -58,8 +58,7 @@ def main() -> None:
   with run_inputs.loaded() as (lm, devices):
     run_inputs.check_lengths(lm, [_LENGTH.value])
     grid = Grid([_LENGTH.value], [0.5], 1, seed, lm.text.count)
-    (drawn,) = needle_samples(grid).values()
-    (sample,) = drawn
+    ((sample,),) = needle_samples(grid).values()
     prompt = Prompt.of_sample(lm.text, sample)
     timing = sweep_timing.measure(lm, chosen, prompt, _ROUNDS.value)
   benchmark_tables.show(

@@ -177,7 +177,12 @@ def main() -> None:
   console = host_inputs.console()
   for note in choice.notes:
     say(note)
-  settings = _settings(choice.data)
+  settings = dataclasses.replace(
+    run_inputs.settings(),
+    benchmark="ruler",
+    data=choice.data,
+    heads=f"{_HEADS.value} head",
+  )
   with run_inputs.loaded() as (lm, devices):
     run_inputs.check_lengths(lm, lengths)
     processes = Processes(folder, environment.device(devices), began)
@@ -256,13 +261,6 @@ class _Run(NamedTuple):
       if count
     }
 
-  @property
-  def _data(self) -> str:
-    """The tasks, lengths and texts in words."""
-    lengths = ", ".join(map(str, self.lengths))
-    texts = "; ".join(f"{k}: {v}" for k, v in self.settings.data.items())
-    return f"RULER's {', '.join(self.tasks)} of {lengths} tokens; {texts}"
-
   def fit(
     self,
     chosen: Sequence[Candidate],
@@ -271,11 +269,14 @@ class _Run(NamedTuple):
   ) -> list[fits.Fitted]:
     """Measures all steps and fits a curve for each method."""
     measured = {file: self._measure(step) for file, step in steps.items()}
+    lengths = ", ".join(map(str, self.lengths))
+    texts = "; ".join(f"{k}: {v}" for k, v in self.settings.data.items())
+    data = f"RULER's {', '.join(self.tasks)} of {lengths} tokens; {texts}"
     fitted = fits.fit(
       chosen,
       fits.Sets(measured[_TRIPLES], measured.get(_MORE, []), measured[_HELD]),
       cast(Preset, _RULE.value),
-      fits.Origin(self.settings.weights, self._data, self.settings.seed),
+      fits.Origin(self.settings.weights, data, self.settings.seed),
       () if self.weights is None else self.weights.pairs,
     )
     if _RULE.value == PAPER:
@@ -339,9 +340,8 @@ def _trials(records: str) -> str:
 
   Its samples are none of those that the records were fitted to or tested with.
   """
-  methods = list(dict.fromkeys(_METHODS.value))
   values = {
-    "methods": ",".join(methods),
+    "methods": ",".join(dict.fromkeys(_METHODS.value)),
     "tasks": ",".join(_TASKS.value),
     "length": ",".join(_LENGTH.value),
     "heads": _HEADS.value,
@@ -361,11 +361,7 @@ def _trials(records: str) -> str:
 
 
 def _chosen() -> list[Candidate]:
-  """Lists every method at every retention.
-
-  Raises:
-    InputError: a method evicts nothing, or a retention is 1.
-  """
+  """Lists every method at every retention."""
   if FULL in [name.strip() for name in _METHODS.value]:
     raise InputError(f"{FULL} loses nothing; name methods that evict.")
   budgets = parse_budgets(_RETENTION.value, None)
@@ -374,8 +370,8 @@ def _chosen() -> list[Candidate]:
       "--retention takes shares below 1, for at 1 there is nothing to learn."
     )
   per_query_head = _HEADS.value == "query"
-  chosen = list(
-    candidates(_METHODS.value, budgets, per_query_head=per_query_head)[1:]
+  _, *chosen = candidates(
+    _METHODS.value, budgets, per_query_head=per_query_head
   )
   for candidate in chosen:
     if candidate.plan.sparse is not None:
@@ -384,15 +380,6 @@ def _chosen() -> list[Candidate]:
         "that evict."
       )
   return chosen
-
-
-def _settings(data: dict[str, str]) -> results.Settings:
-  return dataclasses.replace(
-    run_inputs.settings(),
-    benchmark="ruler",
-    data=data,
-    heads=f"{_HEADS.value} head",
-  )
 
 
 if __name__ == "__main__":

@@ -59,11 +59,7 @@ def leave(code: int) -> NoReturn:
   if early or jax.distributed.is_initialized():
     # Python's exit takes JAX seconds, and would wait for the other hosts, which
     # wait for this one.
-    _end(code)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
   sys.exit(code)
-
-
-def _end(code: int) -> NoReturn:
-  sys.stdout.flush()
-  sys.stderr.flush()
-  os._exit(code)

@@ -8,7 +8,6 @@ flags.
 """
 
 import ast
-import importlib.util
 import pathlib
 import runpy
 import sys
@@ -56,7 +55,8 @@ def _start() -> None:
     print(f"kvjax {kvjax.__version__}")
   elif name in PROGRAMS:
     sys.argv[1:] = arguments
-    runpy.run_module(_module(name), run_name="__main__", alter_sys=True)
+    module = f"kvjax.experiments.{name}"
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
   else:
     print(
       f"There is no program {name!r}{suggest(name, PROGRAMS)}; kvjax alone "
@@ -78,17 +78,11 @@ def listing() -> str:
   return "\n\n".join(parts)
 
 
-def _module(name: str) -> str:
-  return f"kvjax.experiments.{name}"
-
-
 def _summary(name: str) -> str:
   """Returns the first line of a program's docstring, without a slow import."""
-  spec = importlib.util.find_spec(_module(name))
-  assert spec is not None
-  assert spec.origin is not None
-  source = pathlib.Path(spec.origin).read_text(encoding="utf-8")
-  return (ast.get_docstring(ast.parse(source)) or "").partition("\n")[0]
+  program = pathlib.Path(__file__).with_name(f"{name}.py")
+  tree = ast.parse(program.read_text(encoding="utf-8"))
+  return (ast.get_docstring(tree) or "").partition("\n")[0]
 
 
 if __name__ == "__main__":

@@ -71,7 +71,9 @@ def page(name: str) -> str:
   """
   prefix, _, options = name.strip().removesuffix("/").partition(":")
   if prefix in WRAPPERS and not options:
-    return _page_of_prefix(prefix)
+    wrapper = WRAPPERS[prefix]
+    lines = _options(_owners_of_prefix(wrapper.outer))
+    return "\n".join([_entry(f"{prefix}/", wrapper.summary), *lines])
   if prefix in WRAPPERS and "/" not in options:
     raise InputError(
       f"{prefix} stands before a method, as in {name.strip('/ ')}/snapkv."
@@ -91,13 +93,6 @@ def page(name: str) -> str:
     _entry("", f"Presets: {presets}" if presets else ""),
   ]
   return "\n".join(filter(str.strip, parts))
-
-
-def _page_of_prefix(name: str) -> str:
-  """Describes a prefix by itself, with its options and their defaults."""
-  wrapper = WRAPPERS[name]
-  options = _options(_owners_of_prefix(wrapper.outer))
-  return "\n".join([_entry(f"{name}/", wrapper.summary), *options])
 
 
 def _owners_of_prefix(outer: type) -> dict[str, type]:

@@ -20,6 +20,7 @@ relies on. It takes two minutes on two cores. With `--multihost`, hosts that run
 the same command share the prompts.
 """
 
+import collections
 import dataclasses
 import itertools
 import pathlib
@@ -65,10 +66,8 @@ from kvjax.experiments.run.retrieval_quality import Quality
 from kvjax.experiments.tasks import suite
 from kvjax.registry.registry import RETRIEVALS
 
-flags.adopt_module_key_flags(run_inputs)
-flags.adopt_module_key_flags(needle_inputs)
-flags.adopt_module_key_flags(budget_inputs)
-flags.adopt_module_key_flags(host_inputs)
+for module in (run_inputs, needle_inputs, budget_inputs, host_inputs):
+  flags.adopt_module_key_flags(module)
 # What a token reads is fixed; a share of the prompt would grow with it.
 flags.set_default(budget_inputs.BUDGET, ["512", "128"])
 
@@ -281,12 +280,12 @@ def _means(batches: Sequence[Quality], tasks: Sequence[str]) -> dict[str, Any]:
   of_rows = Quality(*map(np.concatenate, zip(*batches, strict=True)))
   means = {name: float(v.mean()) for name, v in of_rows._asdict().items()}
   ends: dict[str, tuple[float, float]] = {}
-  alone = min(map(tasks.count, tasks)) < 2
-  for name in () if alone else ("recall", "error"):
-    by_task: dict[str, list[float]] = {}
-    for task, value in zip(tasks, getattr(of_rows, name), strict=True):
-      by_task.setdefault(task, []).append(float(value))
-    ends[name] = intervals.of_values(by_task)
+  if min(collections.Counter(tasks).values()) > 1:
+    for name in ("recall", "error"):
+      by_task: dict[str, list[float]] = {}
+      for task, value in zip(tasks, getattr(of_rows, name), strict=True):
+        by_task.setdefault(task, []).append(float(value))
+      ends[name] = intervals.of_values(by_task)
   return {**means, "intervals": ends}
 
 

@@ -65,7 +65,7 @@ def program(monkeypatch):
       patched.setattr(cli, "_cache_programs", lambda: None)
       no_plugins = types.SimpleNamespace(value=None)
       patched.setattr(cli.plugin_inputs, "PLUGINS", no_plugins)
-      patched.setattr(exits, "_end", sys.exit)
+      patched.setattr(exits.os, "_exit", sys.exit)
       patched.setattr(
         app, "run", lambda guarded, flags_parser: guarded(["program"])
       )
