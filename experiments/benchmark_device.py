@@ -96,11 +96,7 @@ def _command(arguments: Sequence[str]) -> str:
 
 
 def _check_command(path: pathlib.Path, arguments: Sequence[str]) -> None:
-  """Refuses the file of another command.
-
-  Raises:
-    InputError: the file is there, and its first line is not the step's command.
-  """
+  """Refuses the file of another command."""
   if not path.exists():
     return
   before, _, _ = files.read_text(path).partition("\n")

@@ -27,7 +27,7 @@ from kvjax.experiments.run import (
 from kvjax.registry.parsing import suggest
 
 _CACHE_BYTES = 2**31
-# Of numbers, and of texts in messages.
+# The largest number of a flag, and the longest text in a message.
 _LARGEST = 2**31 - 1
 _LONGEST = 300
 # Flags of files and folders that a program only reads.
@@ -41,15 +41,15 @@ _OF_KVPRESS = {
   ),
   "press_name": ("methods", ""),
 }
-# How the help of a program says what it takes, and a flag that does not matter.
+# How the help of a program begins to say what it takes with the default flags.
 _BY_DEFAULT = "It takes "
-# They change what is drawn, and where it is written.
+# Flags that do not change that, but what is drawn and where it is written.
 _AS_LONG = {"output", "seed"}
 # Flags of programs that run on several hosts.
 _OF_HOSTS = ("multihost", "coordinator", "hosts", "host", "host_timeout")
 # With them, how much is kept depends on the context.
 _BY_CONTEXT = ("threshold", "tau", "calibrations")
-_FORMATTED = warnings.formatwarning
+_python_format = warnings.formatwarning
 # What absl says of values that Python does not convert.
 _UNCONVERTED = re.compile(
   r"flag --(\w+)=(.*): "
@@ -154,11 +154,7 @@ def run_on_arguments(
 
 
 def _check_names() -> None:
-  """Refuses flags of other programs, which this one's imports define.
-
-  Raises:
-    InputError: one was given.
-  """
+  """Refuses flags of other programs, which this one's imports define."""
   own = help_pages.own_flags()
   shared = {
     name
@@ -173,12 +169,7 @@ def _check_names() -> None:
 
 
 def _check_values(sends: bool) -> None:
-  """Refuses values that no flag of any program can mean.
-
-  Raises:
-    InputError: a text is given as an empty one, or is an address of another
-      machine where none is read, or a number does not fit into 32 bits.
-  """
+  """Refuses values that no flag of any program can mean."""
   known = {*_FETCHED, "output"} if sends else _FETCHED
   for flag in (flags.FLAGS[name] for name in flags.FLAGS):
     value = flag.value
@@ -196,11 +187,7 @@ def _check_values(sends: bool) -> None:
 
 
 def _fetch_inputs() -> None:
-  """Gives a program copies on this machine of what is at addresses.
-
-  Raises:
-    InputError: an address cannot be read, or nothing is there.
-  """
+  """Copies what is at addresses to this machine, and names the copies."""
   for name in _FETCHED & set(flags.FLAGS):
     flag = flags.FLAGS[name]
     value: object = flag.value
@@ -223,7 +210,7 @@ def announce() -> None:
 
 
 def _is_changed(name: str) -> bool:
-  """Says whether a flag has a default, and another value."""
+  """Whether a flag with a default was given another value."""
   flag = flags.FLAGS[name]
   return flag.default not in (None, flag.value)
 
@@ -262,7 +249,7 @@ def _formatted(
   """Formats input warnings as sentences, others with their location."""
   if issubclass(category, InputWarning):
     return f"{message}\n"
-  return _FORMATTED(message, category, filename, lineno, line)
+  return _python_format(message, category, filename, lineno, line)
 
 
 def _parse(argv: Sequence[str]) -> list[str]:

@@ -192,11 +192,7 @@ def _measure(
 
 
 def _lengths(retrieval: CTkvr) -> list[int]:
-  """Parses --lengths.
-
-  Raises:
-    InputError: a value is no number, too large, or too small for a selection.
-  """
+  """Parses --lengths."""
   example = "numbers of tokens such as 4096,8192"
   lengths = parse_numbers("lengths", _LENGTHS.value, example, _LONGEST)
   resident = retrieval.sinks + retrieval.local

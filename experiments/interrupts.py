@@ -25,9 +25,9 @@ _Handler = Callable[[int, types.FrameType | None], None]
 def interruptible() -> Iterator[None]:
   """Lets SIGTERM raise an interrupt, as SIGINT does, and neither get lost.
 
-  Schedulers of batch systems send SIGTERM before they kill. Of a program that
-  runs this one, it comes after the terminal's SIGINT, or twice: it does not
-  interrupt what this one does in the end. Another SIGINT does.
+  Schedulers of batch systems send SIGTERM before they kill. From a program that
+  runs this one, it may follow the terminal's SIGINT, or come twice; then it
+  does not interrupt the last steps of this one. Another SIGINT does.
 
   Python drops what is raised while it collects garbage, where JAX has a
   callback, so that an interrupt there would only be reported. It is repeated a

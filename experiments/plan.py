@@ -121,12 +121,7 @@ def main() -> None:
 
 
 def _use() -> Use:
-  """Reads what is planned from the flags.
-
-  Raises:
-    InputError: there are several budgets, --mesh is no mesh, or see
-      `kvjax.get_plan`.
-  """
+  """Reads what is planned from the flags."""
   budgets = budget_inputs.budgets()
   if len(budgets) != 1:
     raise InputError(
@@ -185,7 +180,7 @@ def _plan(use: Use) -> None:
 def _largest(
   planned: compiling.Planned, advance: compiling.Advance
 ) -> batches.Batches | None:
-  """Computes the largest batches along a line, which no others may be on.
+  """Computes the largest batches on a line through this one and larger ones.
 
   Returns:
     None if twice as many rows are too many for a few layers.

@@ -188,7 +188,7 @@ def _table(paper: str) -> rich.table.Table:
 def _folder(experiment: Experiment) -> pathlib.Path:
   """Returns the folder of an experiment, or a copy; see `outputs.run_folder`.
 
-  It is that of the model, whose slash in a name of the hub is none of a path.
+  It is named after the model; a slash in a name of the hub becomes "--".
   """
   parent = f"{_OUTPUT.value.rstrip('/')}/{experiment.id}"
   return outputs.run_folder(parent, run_inputs.model_name().replace("/", "--"))
@@ -197,14 +197,7 @@ def _folder(experiment: Experiment) -> pathlib.Path:
 def _check_overrides(
   chosen: Sequence[Experiment], given: Mapping[str, str], sources: Sources
 ) -> None:
-  """Rejects overrides before anything runs or is written.
-
-  Raises:
-    InputError: --tau is no share; an experiment does not read --tau, --samples,
-      --tasks or --length, or has no trials; experiments read different --data;
-      an experiment or one of its programs lacks a task or its texts, or it
-      compares lengths.
-  """
+  """Rejects overrides before anything runs or is written."""
   if _TAU.value is not None:
     check_tau(_TAU.value)
     for experiment in chosen:
@@ -243,11 +236,7 @@ def _reads(experiment: Experiment, name: str) -> bool:
 
 
 def _check_data(chosen: Sequence[Experiment]) -> None:
-  """Rejects experiments that one --data cannot serve.
-
-  Raises:
-    InputError: they read files of different benchmarks.
-  """
+  """Rejects experiments that one --data cannot serve."""
   reading: dict[str, str] = {}
   for experiment in chosen:
     for part in experiment.parts:
@@ -266,11 +255,7 @@ def _check_data(chosen: Sequence[Experiment]) -> None:
 
 
 def _check_output(chosen: Sequence[Experiment]) -> None:
-  """Rejects an address where other programs would write to it.
-
-  Raises:
-    InputError: an experiment runs some, not all of which can.
-  """
+  """Rejects an address where other programs would write to it."""
   if not addresses.is_address(_OUTPUT.value):
     return
   for experiment in chosen:
@@ -282,12 +267,7 @@ def _check_output(chosen: Sequence[Experiment]) -> None:
 
 
 def _check_hosts(chosen: Sequence[Experiment]) -> None:
-  """Rejects experiments that several hosts cannot run.
-
-  Raises:
-    InputError: an experiment runs other programs on the devices that this one
-      has, or reads whole arrays, of which a host has a part only.
-  """
+  """Rejects experiments that several hosts cannot run."""
   if multihost.count() == 1:
     return
   for experiment in chosen:
@@ -297,6 +277,7 @@ def _check_hosts(chosen: Sequence[Experiment]) -> None:
         "this one; leave out --multihost, or give it to the programs that "
         "--dry_run names."
       )
+    # These read whole arrays, of which a host has a part only.
     analyses = any(isinstance(part, Analysis) for part in experiment.parts)
     if analyses and run_inputs.mesh_spans_hosts():
       raise InputError(
@@ -308,11 +289,7 @@ def _check_hosts(chosen: Sequence[Experiment]) -> None:
 def _check_trials(
   chosen: Sequence[Experiment], given: Mapping[str, str]
 ) -> None:
-  """Rejects --trials where there would be none.
-
-  Raises:
-    InputError: an experiment has no trials, or they lack their data.
-  """
+  """Rejects --trials where there would be none."""
   for experiment in chosen:
     if not any(_TRIALS.name in each.needs for each in experiment.programs):
       raise InputError(

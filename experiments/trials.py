@@ -103,11 +103,7 @@ def _evaluate(output: str, seed: int, arguments: Sequence[str]) -> None:
 
 
 def _check(arguments: Sequence[str]) -> None:
-  """Refuses a margin that is none, and flags that do not go after `--`.
-
-  Raises:
-    InputError: there is one.
-  """
+  """Refuses margins out of range, and flags that do not go after `--`."""
   if not 0 < _MARGIN.value < 100:
     raise InputError(
       f"--margin is a difference of scores above 0 and below 100; "

@@ -98,7 +98,7 @@ def start() -> None:
     _silence_output()
   _check_flags()
   if not multihost.is_first():
-    # It is a flag, too.
+    # Only now, as the verbosity is a flag that hosts must share, too.
     logging.set_verbosity(logging.ERROR)
 
 
@@ -180,11 +180,7 @@ def _not_met(error: Exception | None) -> str:
 
 
 def _check_flags() -> None:
-  """Refuses hosts whose flags differ.
-
-  Raises:
-    InputError: some do.
-  """
+  """Refuses hosts whose flags differ."""
   own = {
     name: str(flags.FLAGS[name].value)
     for name in flags.FLAGS

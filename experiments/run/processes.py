@@ -110,7 +110,7 @@ class Processes:
     }
 
   def remove(self) -> None:
-    """Removes the file, of a run that is done."""
+    """Removes the file, once the run is done."""
     self._path.unlink(missing_ok=True)
 
   @property

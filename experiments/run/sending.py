@@ -302,11 +302,7 @@ def sending() -> Iterator[None]:
 
 
 def _finish() -> None:
-  """Finishes all copies, also after one that cannot be sent.
-
-  Raises:
-    InputError: some cannot.
-  """
+  """Finishes all copies, also after one that cannot be sent."""
   errors = []
   for copy in _COPIES:
     try:

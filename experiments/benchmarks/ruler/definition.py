@@ -99,11 +99,7 @@ class Ruler(Benchmark):
 
 
 def _choice(request: Request) -> generator.Choice:
-  """Drops tasks whose file is missing.
-
-  Raises:
-    InputError: none remains, or a file cannot be read.
-  """
+  """Drops tasks whose file is missing."""
   return generator.choose(_tasks(request), request.texts())
 
 
