@@ -96,8 +96,6 @@ _E4_2 = Comparison(
   scaling=_SCALING,
 )
 
-_NEEDLE = shared.plain("needles found", ("needle",))
-
 
 def _heatmap(
   name: str, least: int, most: int, small: Setup | None
@@ -106,22 +104,17 @@ def _heatmap(
   lengths_of_grid = tuple(least + (most - least) * i // 14 for i in range(15))
   return Comparison(
     name,
-    Setup("needle", ("needle",), lengths_of_grid, 1, 10),
+    shared.heatmap(lengths_of_grid, 10),
     small,
     (_FULL, *_CTKVR),
     _ONE,
-    (_NEEDLE,),
+    (shared.NEEDLES_FOUND,),
     scaling=_SCALING,
   )
 
 
 _E4_3 = (
-  _heatmap(
-    "16K to 200K",
-    16000,
-    200_000,
-    Setup("needle", ("needle",), (1024, 2048), 1, 5),
-  ),
+  _heatmap("16K to 200K", 16000, 200_000, shared.heatmap((1024, 2048))),
   _heatmap("200K to 1M", 200_000, 1_000_000, None),
 )
 

@@ -15,8 +15,6 @@ from kvjax.models.pretrained import Pretrained
 # The paper's setup, or one for a small model on generated data.
 Scale = Literal["paper", "small"]
 
-_NONE: Mapping[str, Figure] = types.MappingProxyType({})
-
 
 class Subject(NamedTuple):
   """The input of an analysis.
@@ -66,4 +64,4 @@ class Findings(NamedTuple):
 
   tables: Sequence[Table]
   notes: Sequence[str] = ()
-  pictures: Mapping[str, Figure] = _NONE
+  pictures: Mapping[str, Figure] = types.MappingProxyType({})

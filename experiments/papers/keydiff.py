@@ -167,23 +167,16 @@ _MATH = (
   ),
 )
 
-_NEEDLE = shared.plain("needles found", ("needle",))
 _COMPARED = ("Full", "Sink", "TOVA", "SnapKV", "KeyDiff")
 _E2_5 = dataclasses.replace(
   _compared("heatmap", 128, _METHODS),
-  paper=Setup(
-    "needle",
-    ("needle",),
-    tuple(1000 + 29_000 * step // 9 for step in range(10)),
-    1,
-    schedule=_in_blocks(128),
+  paper=shared.heatmap(
+    tuple(1000 + 29_000 * step // 9 for step in range(10)), 10, _in_blocks(128)
   ),
-  small=Setup(
-    "needle", ("needle",), (512, 1024), 1, 5, schedule=_in_blocks(16)
-  ),
+  small=shared.heatmap((512, 1024), schedule=_in_blocks(16)),
   lines=shared.lines({name: _METHODS[name] for name in _COMPARED}),
   columns=(_BUDGETS[2],),
-  averages=(_NEEDLE,),
+  averages=(shared.NEEDLES_FOUND,),
 )
 
 PARTS: Parts = {

@@ -52,8 +52,11 @@ _LAGS = {
   f"L = {lag}": (f"lagkv:lag={lag}", f"lagkv:lag={lag // 8}")
   for lag in (1024, 512, 128)
 }
+_ONE_LAG = "Retentions are the paper's; the lag is 128 in place of 1,024."
+_NOT_DECODING = "Here nothing is evicted while decoding."
 _SCALING = (
   "Retentions are the paper's; lags are an eighth of its lags, 128, 64 and 16. "
+  f"{_NOT_DECODING}"
 )
 _FIFTEEN = tuple(name for name in shared.ENGLISH_16 if name != "passage_count")
 
@@ -69,7 +72,7 @@ _E5_2 = Comparison(
     *shared.code_scores(),
   ),
   printed.read("E5.2"),
-  scaling=f"{_SCALING}Here nothing is evicted while decoding.",
+  scaling=_SCALING,
 )
 
 
@@ -103,7 +106,7 @@ _E5_3 = Comparison(
   _TIMES,
   (_PARTIAL, _EXACT),
   printed.read("E5.3"),
-  scaling=f"{_SCALING}Here nothing is evicted while decoding.",
+  scaling=_SCALING,
   size=Size("r L", _kept_of_a_lag, (64, 128)),
 )
 
@@ -124,7 +127,7 @@ _E5_4 = Comparison(
   _TIMES,
   (_SAME, _KEY, _PARTIAL),
   printed.read("E5.4"),
-  scaling="Retentions are the paper's; the lag is 128 in place of 1,024.",
+  scaling=_ONE_LAG,
 )
 # All first tokens are equal, since they are generated before any eviction.
 _E5_4_PLAIN = Comparison(
@@ -134,7 +137,7 @@ _E5_4_PLAIN = Comparison(
   shared.lines({"Full": "full", "LagKV": _LAGS["L = 1024"]}),
   _TIMES,
   (_KEY, _PARTIAL),
-  scaling="Retentions are the paper's; the lag is 128 in place of 1,024.",
+  scaling=_ONE_LAG,
 )
 
 _E5_5 = Comparison(
@@ -153,8 +156,7 @@ _E5_5 = Comparison(
   _TIMES,
   (_EXACT, _PARTIAL),
   printed.read("E5.5"),
-  scaling="Retentions are the paper's; the lag is 128 in place of 1,024. Here "
-  "nothing is evicted while decoding.",
+  scaling=f"{_ONE_LAG} {_NOT_DECODING}",
 )
 
 PARTS: Parts = {

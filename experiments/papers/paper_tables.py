@@ -21,12 +21,13 @@ def _of_average(compared: PaperComparison, name: str) -> Table:
   full = _full(compared.comparison)
   lines = []
   for line in _names(compared.comparison):
-    cell_lines = (
-      (line, column.name, *_here(compared, line, column.name, small), *cells)
-      for column in compared.comparison.columns
-      if set(cells := _cells(compared, Key(line, column.name, name)))
-      != {NOTHING}
-    )
+    cell_lines = []
+    for column in compared.comparison.columns:
+      cells = _cells(compared, Key(line, column.name, name))
+      here = compared.here.get((line, column.name), NOTHING)
+      if set(cells) != {NOTHING}:
+        place = [line, column.name, *([here] if small else [])]
+        cell_lines.append([*place, *cells])
     lines += _compact(cell_lines, line in full)
   header = ["method", "at", *(["here"] if small else []), *_models(compared)]
   return Table(_title(compared, name), header, lines, names=3 if small else 2)
@@ -49,13 +50,6 @@ def _by_size(compared: PaperComparison) -> Iterator[Table]:
 def _full(comparison: Comparison) -> set[str]:
   """Returns the names of the full cache."""
   return {x.name for x in comparison.lines if x.paper.method == FULL}
-
-
-def _here(
-  compared: PaperComparison, line: str, column: str, small: bool
-) -> tuple[str, ...]:
-  """Describes a cell at the small scale; nothing at the paper's scale."""
-  return (compared.here.get((line, column), NOTHING),) if small else ()
 
 
 def _cells(compared: PaperComparison, key: Key) -> list[str]:

@@ -8,6 +8,7 @@ perhaps why these numbers are misprints or no targets.
 
 import csv
 import pathlib
+from collections.abc import Iterator
 
 from kvjax.experiments.papers.data_model import Key, Targets
 
@@ -20,29 +21,29 @@ def places(experiment: str) -> list[str]:
 
   They are as in the files, also "unknown".
   """
-  found: dict[str, None] = {}
-  for path in sorted(_FOLDER.glob(f"{experiment}[._]*")):
-    with open(path, encoding="utf-8", newline="") as file:
-      for row in csv.DictReader(file, dialect="excel-tab", restval=""):
-        found[row["table"]] = None
-  return list(found)
+  paths = sorted(_FOLDER.glob(f"{experiment}[._]*"))
+  return list(dict.fromkeys(r["table"] for p in paths for r in _rows(p)))
 
 
 def read(name: str) -> tuple[Targets, ...]:
   """Reads the numbers of a comparison, a record per model."""
   numbers: dict[str, dict[Key, float]] = {}
   doubts: dict[str, dict[str, str]] = {}
-  with open(_FOLDER / f"{name}.tsv", encoding="utf-8", newline="") as file:
-    for row in csv.DictReader(file, dialect="excel-tab", restval=""):
-      model, method, measure = map(row.pop, ("model", "method", "measure"))
-      del row["table"]
-      doubt = row.pop("doubt", "")
-      doubts.setdefault(model, {}).update({method: doubt} if doubt else {})
-      numbers.setdefault(model, {}).update(
-        (Key(method, column, measure), float(number))
-        for column, number in row.items()
-        if number != _MISSING
-      )
+  for row in _rows(_FOLDER / f"{name}.tsv"):
+    model, method, measure = map(row.pop, ("model", "method", "measure"))
+    del row["table"]
+    doubt = row.pop("doubt", "")
+    doubts.setdefault(model, {}).update({method: doubt} if doubt else {})
+    numbers.setdefault(model, {}).update(
+      (Key(method, column, measure), float(number))
+      for column, number in row.items()
+      if number != _MISSING
+    )
   return tuple(
     Targets(model, numbers[model], doubts[model]) for model in numbers
   )
+
+
+def _rows(path: pathlib.Path) -> Iterator[dict[str, str]]:
+  with open(path, encoding="utf-8", newline="") as file:
+    yield from csv.DictReader(file, dialect="excel-tab", restval="")

@@ -6,14 +6,17 @@ choices, and all four forms of a cluster's score are reported.
 """
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 
 from kvjax.experiments.papers import printed, shared
 from kvjax.experiments.papers.analyses import deviations, stages
 from kvjax.experiments.papers.data_model import (
   Analysis,
+  Column,
   Comparison,
   Parts,
   Setup,
+  Targets,
 )
 from kvjax.options.budgets import Retention, Tokens
 
@@ -51,10 +54,27 @@ _BUDGETS = shared.budgets(
   }
 )
 _B128, _B256, _B512 = _BUDGETS[1], _BUDGETS[2], _BUDGETS[3]
-_OVER_16 = (
-  shared.plain("mean of 16", shared.ENGLISH_16),
-  *shared.code_scores(),
-)
+
+
+def _on_longbench(
+  name: str,
+  methods: Mapping[str, Sequence[str]],
+  columns: tuple[Column, ...],
+  targets: tuple[Targets, ...] = (),
+  *,
+  samples: int = 2,
+) -> Comparison:
+  """Defines a comparison on all English datasets."""
+  return Comparison(
+    name,
+    shared.longbench(shared.ENGLISH_16, _LIMIT),
+    shared.four_needles(samples=samples),
+    shared.lines(methods),
+    columns,
+    (shared.plain("mean of 16", shared.ENGLISH_16), *shared.code_scores()),
+    targets,
+    scaling=_SCALING,
+  )
 
 
 def _per_query_head(one: Comparison) -> Comparison:
@@ -64,25 +84,21 @@ def _per_query_head(one: Comparison) -> Comparison:
   )
 
 
-_E1_1 = Comparison(
-  "LongBench",
-  shared.longbench(shared.ENGLISH_16, _LIMIT),
-  shared.four_needles(samples=2),
-  shared.lines(
+_E1_1 = dataclasses.replace(
+  _on_longbench(
+    "LongBench",
     {
       "FullKV": "full",
       **_BASELINES,
       "ClusterKV": "protokv.clusterkv",
       "SqueezeAtt": "protokv.squeezed",
       **_SCORES,
-    }
+    },
+    # All four would take too long.
+    shared.small_at(_BUDGETS, 1, 3),
+    printed.read("E1.1"),
   ),
-  # All four would take too long.
-  shared.small_at(_BUDGETS, 1, 3),
-  _OVER_16,
-  printed.read("E1.1"),
   quoted=("SentenceKV",),
-  scaling=_SCALING,
 )
 
 _GROUPS = (
@@ -100,11 +116,10 @@ _E1_2 = Comparison(
   scaling=_SCALING,
 )
 
-_NEEDLE = shared.plain("needles found", ("needle",))
 _E1_3 = Comparison(
   "heatmap",
-  Setup("needle", ("needle",), tuple(range(1000, 8001, 1000)), 1, 10),
-  Setup("needle", ("needle",), (512, 1024), 1, 5),
+  shared.heatmap(tuple(range(1000, 8001, 1000)), 10),
+  shared.heatmap((512, 1024)),
   shared.lines(
     {
       "FullKV": "full",
@@ -115,7 +130,7 @@ _E1_3 = Comparison(
     }
   ),
   (_B128,),
-  (_NEEDLE,),
+  (shared.NEEDLES_FOUND,),
   printed.read("E1.3"),
   scaling=_SCALING,
 )
@@ -134,24 +149,19 @@ _E1_4 = Comparison(
   scaling=_SCALING,
 )
 
-_E1_5 = Comparison(
+_E1_5 = _on_longbench(
   "variants",
-  shared.longbench(shared.ENGLISH_16, _LIMIT),
-  shared.four_needles(),
-  shared.lines(
-    {
-      "FullKV": "full",
-      "ProtoKV": "protokv",
-      "Chunk-Clustering": "protokv.chunk",
-      # 512 buckets, and 64.
-      "LSH-Clustering": ("protokv.lsh", "protokv.lsh:bits=6"),
-      "ProtoKV + LA": "pyramid/protokv",
-      "ProtoKV + HA": "ada/protokv",
-    }
-  ),
+  {
+    "FullKV": "full",
+    "ProtoKV": "protokv",
+    "Chunk-Clustering": "protokv.chunk",
+    # 512 buckets, and 64.
+    "LSH-Clustering": ("protokv.lsh", "protokv.lsh:bits=6"),
+    "ProtoKV + LA": "pyramid/protokv",
+    "ProtoKV + HA": "ada/protokv",
+  },
   (_B256, _B512),
-  _OVER_16,
-  scaling=_SCALING,
+  samples=4,
 )
 
 _SWEEPS = {
@@ -172,34 +182,20 @@ _SWEEPS = {
     f"kappa = {reach}": f"protokv:neighbors={reach}" for reach in (1, 2, 5, 10)
   },
 }
-_E1_6 = Comparison(
-  "sweeps",
-  shared.longbench(shared.ENGLISH_16, _LIMIT),
-  shared.four_needles(samples=2),
-  shared.lines(_SWEEPS),
-  (_B512,),
-  _OVER_16,
-  scaling=_SCALING,
-)
+_E1_6 = _on_longbench("sweeps", _SWEEPS, (_B512,))
 
-_E1_7 = Comparison(
+_E1_7 = _on_longbench(
   "K-means",
-  shared.longbench(shared.ENGLISH_16, _LIMIT),
-  shared.four_needles(samples=2),
-  shared.lines(
-    {
-      "FullKV": "full",
-      "SnapKV": "snapkv.factory",
-      "ProtoKV": "protokv",
-      **{
-        f"K-means, {count} iterations": f"protokv.kmeans:iterations={count}"
-        for count in (1, 5, 10, 20, 50)
-      },
-    }
-  ),
+  {
+    "FullKV": "full",
+    "SnapKV": "snapkv.factory",
+    "ProtoKV": "protokv",
+    **{
+      f"K-means, {count} iterations": f"protokv.kmeans:iterations={count}"
+      for count in (1, 5, 10, 20, 50)
+    },
+  },
   (_B512,),
-  _OVER_16,
-  scaling=_SCALING,
 )
 
 # What is kept when these are deleted.

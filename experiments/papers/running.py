@@ -322,9 +322,24 @@ def cells_of(
   Raises:
     InputError: a method is not defined for the schedule or the budget.
   """
-  per_query_head = comparison.heads == "query"
+
+  def candidate(line: Line, column: Column) -> Candidate | None:
+    way, place = line.at(scale), column.at(scale)
+    if way is None or place is None:
+      return None
+    if place.length not in (None, *setup.lengths):
+      return None
+    budget = way.budget or place.budget or kvjax.Retention(1.0)
+    return candidates(
+      [way.method],
+      [budget],
+      setup.schedule,
+      per_query_head=comparison.heads == "query",
+      seed=seed,
+    )[-1]
+
   return {
-    (line, column): _candidate(line, column, scale, setup, per_query_head, seed)
+    (line, column): candidate(line, column)
     for line in comparison.lines
     for column in comparison.columns
   }
@@ -339,25 +354,6 @@ def chosen(cells: Cells) -> list[Candidate]:
 def folder_name(name: str) -> str:
   """Converts the name of a part to a folder name."""
   return name.lower().replace(",", "").replace(" ", "_")
-
-
-def _candidate(
-  line: Line,
-  column: Column,
-  scale: Scale,
-  setup: Setup,
-  per_query_head: bool,
-  seed: int,
-) -> Candidate | None:
-  way, place = line.at(scale), column.at(scale)
-  if way is None or place is None:
-    return None
-  if place.length not in (None, *setup.lengths):
-    return None
-  budget = way.budget or place.budget or kvjax.Retention(1.0)
-  return candidates(
-    [way.method], [budget], setup.schedule, per_query_head, seed=seed
-  )[-1]
 
 
 def _fits_context(lm: Pretrained, length: int) -> bool:

@@ -62,7 +62,11 @@ def draw(
   """
   if setup.lengths:
     run_inputs.check_lengths(lm, setup.lengths)
-  drawn = _draw(setup, scale, lm, sources, seed, protocol).checked()
+  if setup.benchmark == "longbench":
+    drawn = _longbench(setup, lm, sources, protocol)
+  else:
+    drawn = _generated(setup, scale, lm, sources, seed)
+  drawn = drawn.checked()
   if setup.new_tokens is not None:
     return drawn
   if scale == "paper":
@@ -83,16 +87,9 @@ def prompts(
   return by_task
 
 
-def _draw(
-  setup: Setup,
-  scale: Scale,
-  lm: Pretrained,
-  sources: Sources,
-  seed: int,
-  protocol: Protocol,
+def _generated(
+  setup: Setup, scale: Scale, lm: Pretrained, sources: Sources, seed: int
 ) -> Drawn:
-  if setup.benchmark == "longbench":
-    return _longbench(setup, lm, sources, protocol)
   request = Request(
     seed,
     tasks=setup.tasks,

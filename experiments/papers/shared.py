@@ -81,6 +81,16 @@ def ruler(
 MEAN_13 = plain("mean of 13", TASKS)
 
 
+def heatmap(
+  lengths: tuple[int, ...], depths: int = 5, schedule: Schedule = WHOLE
+) -> Setup:
+  """Defines a needle at several depths; the papers have ten of them."""
+  return Setup("needle", ("needle",), lengths, 1, depths, schedule)
+
+
+NEEDLES_FOUND = plain("needles found", ("needle",))
+
+
 def prose(length: int, samples: int) -> Setup:
   """Defines prompts of prose with a needle, for analyses."""
   return Setup("ruler", ("niah_single_2",), (length,), samples)

@@ -86,16 +86,8 @@ def _memory(budgets: Sequence[int]) -> Table:
   lines = []
   for budget in budgets:
     keys = budget + _BLOCK
-    lines.append(
-      [
-        f"{budget:,}",
-        f"{keys:,}",
-        f"{keys:,}",
-        f"{budget:,}",
-        f"{_WINDOW * keys:,}",
-        f"{_BLOCK * keys:,}",
-      ]
-    )
+    numbers = (budget, keys, keys, budget, _WINDOW * keys, _BLOCK * keys)
+    lines.append([f"{number:,}" for number in numbers])
   header = ["N", "KeyDiff", "TOVA", "Sink", "SnapKV", "H2O"]
   title = (
     f"numbers of extra memory per KV head, blocks of {_BLOCK}, window of "

@@ -34,10 +34,10 @@ class _Head(NamedTuple):
 
 def measure(subject: Subject) -> Findings:
   """Shows two heads of the first prompt."""
-  seen = activations(subject.lm, subject.rows[0])
+  layers = activations(subject.lm, subject.rows[0])
   heads = []
-  for number in sorted({scaled_layer(x, _OF, len(seen)) for x in _LAYERS}):
-    layer = seen[number]
+  for number in sorted({scaled_layer(x, _OF, len(layers)) for x in _LAYERS}):
+    layer = layers[number]
     head = min(_HEAD, layer.keys.shape[1] - 1)
     keys = np.asarray(layer.keys[0, head, :_TOKENS], np.float64)
     attention = kv_head_weights(layer, head, _TOKENS, True)

@@ -17,8 +17,9 @@ from kvjax.experiments.run.progress_bar import track
 # earlier keys that count as top keys of a query: 5K of 96K.
 _QUERIES, _TOP = 64, 0.05
 # CTkvr's centroids: one for so many tokens, at most so many.
-_TOKENS_PER_CENTROID, _MAX_CENTROIDS = 16, 2048
+TOKENS_PER_CENTROID, MAX_CENTROIDS = 16, 2048
 _BINS = (-1.0, 0.0, 0.2, 0.4, 0.6, 0.8, 0.9, 1.0)
+_OVER_LAYERS = ("mean", "lowest layer", "highest layer")
 
 
 class _Layer(NamedTuple):
@@ -48,7 +49,7 @@ def cosine_of_nearest(queries: Float[np.ndarray, "N S D"]) -> float:
   """
   units = unit(queries)
   length = units.shape[1]
-  centroids = min(max(length // _TOKENS_PER_CENTROID, 1), _MAX_CENTROIDS)
+  centroids = min(max(length // TOKENS_PER_CENTROID, 1), MAX_CENTROIDS)
   first = max(length - _QUERIES, centroids)
   best = [
     np.einsum("nd,ncd->nc", units[:, at], units[:, at - centroids : at]).max(1)
@@ -111,33 +112,28 @@ def _distances(by_layer: Sequence[Sequence[_Layer]]) -> Table:
   distances = sorted(set.intersection(*(set(x.cosines) for x in by_layer[0])))
   lines = []
   for distance in distances:
-    layers = [
-      float(np.mean([own.cosines[distance] for own in layer]))
-      for layer in by_layer
-    ]
-    lines.append(
-      [
-        str(distance),
-        f"{np.mean(layers):.2f}",
-        f"{min(layers):.2f}",
-        f"{max(layers):.2f}",
-      ]
-    )
+    cosines = [[own.cosines[distance] for own in x] for x in by_layer]
+    lines.append([str(distance), *_over_layers(cosines)])
   return Table(
     "cosine of two queries of a head, by their distance",
-    ["tokens apart", "mean", "lowest layer", "highest layer"],
+    ["tokens apart", *_OVER_LAYERS],
     lines,
   )
 
 
 def _nearest(by_layer: Sequence[Sequence[_Layer]]) -> Table:
-  layers = [float(np.mean([own.nearest for own in x])) for x in by_layer]
-  numbers = [np.mean(layers), min(layers), max(layers)]
+  cosines = [[own.nearest for own in layer] for layer in by_layer]
   return Table(
     "cosine of a query with the nearest of CTkvr's centroids",
-    ["", "mean", "lowest layer", "highest layer"],
-    [["nearest centroid", *(f"{number:.2f}" for number in numbers)]],
+    ["", *_OVER_LAYERS],
+    [["nearest centroid", *_over_layers(cosines)]],
   )
+
+
+def _over_layers(cosines: Sequence[Sequence[float]]) -> list[str]:
+  """Formats the mean of all layers' means, the lowest and the highest."""
+  layers = [np.mean(layer) for layer in cosines]
+  return [f"{of(layers):.2f}" for of in (np.mean, np.min, np.max)]
 
 
 def _overlaps(pairs: Float[np.ndarray, "2 P"]) -> Table:

@@ -16,6 +16,7 @@ from kvjax.engine.forward import (
   block_positions,
   hidden_states,
 )
+from kvjax.heads import by_kv_head
 from kvjax.kernels.attention.options import PLAIN, AttentionOptions
 from kvjax.model import Model
 from kvjax.models.pretrained import Pretrained
@@ -67,6 +68,15 @@ def _activations(
   return hidden_states(model, params, tokens, positions, none, attend)[1]
 
 
+def kv_head(
+  layer: Activations, head: int
+) -> tuple[Float[np.ndarray, "T D"], Float[np.ndarray, "G T D"]]:
+  """Returns the keys of a KV head and its group's queries, in the first row."""
+  queries = by_kv_head(layer.queries, layer.keys.shape[1])[0, head]
+  keys = np.asarray(layer.keys[0, head], np.float64)
+  return keys, np.asarray(queries, np.float64)
+
+
 def kv_head_weights(
   layer: Activations, head: int, tokens: int, causal: bool
 ) -> Float[np.ndarray, "T T"]:
@@ -79,17 +89,14 @@ def kv_head_weights(
     causal: whether queries see only the keys before them, and of these only
       those of the layer's window.
   """
-  group = layer.queries.shape[1] // layer.keys.shape[1]
-  keys = np.asarray(layer.keys[0, head, :tokens], np.float64)
-  queries = np.asarray(
-    layer.queries[0, head * group : (head + 1) * group, :tokens], np.float64
-  )
-  sinks = np.zeros(group) - np.inf
+  keys, queries = kv_head(layer, head)
+  group = len(queries)
+  sinks = np.full(group, -np.inf)
   if layer.sinks is not None:
     sinks = np.asarray(layer.sinks, np.float64).reshape(-1, group)[head]
   return np.mean(
     [
-      weights(own, keys, causal, layer.attention, sink)
+      weights(own[:tokens], keys[:tokens], causal, layer.attention, sink)
       for own, sink in zip(queries, sinks, strict=True)
     ],
     axis=0,

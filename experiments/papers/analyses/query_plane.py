@@ -10,7 +10,11 @@ from matplotlib.figure import Figure
 
 from kvjax.activations import Activations
 from kvjax.experiments.papers.analyses.drawing import scaled_layer
-from kvjax.experiments.papers.analyses.observed import activations, unit
+from kvjax.experiments.papers.analyses.observed import (
+  activations,
+  kv_head,
+  unit,
+)
 from kvjax.experiments.papers.analyses.retained_keys import plane
 from kvjax.experiments.papers.findings import Findings, Subject
 from kvjax.experiments.report import figures
@@ -35,14 +39,14 @@ class _Head(NamedTuple):
 
 def measure(subject: Subject) -> Findings:
   """Shows four heads of the first prompt."""
-  seen = activations(subject.lm, subject.rows[0])
+  layers = activations(subject.lm, subject.rows[0])
   places = dict.fromkeys(
-    (layer, head % seen[layer].keys.shape[1])
-    for layer, head in (
-      (scaled_layer(number, _OF, len(seen)), head) for number, head in _PLACES
+    (number, head % layers[number].keys.shape[1])
+    for number, head in (
+      (scaled_layer(depth, _OF, len(layers)), head) for depth, head in _PLACES
     )
   )
-  heads = [_head(seen[layer], layer, head) for layer, head in places]
+  heads = [_head(layers[number], number, head) for number, head in places]
   lines = [
     [
       str(head.layer),
@@ -88,11 +92,7 @@ def cosines_with_mean_query(head: _Head) -> tuple[float, float, float]:
 
 def _head(layer: Activations, number: int, head: int) -> _Head:
   """Collects a KV head, with its keys of the highest scores."""
-  group = layer.queries.shape[1] // layer.keys.shape[1]
-  keys = np.asarray(layer.keys[0, head], np.float64)
-  queries = np.asarray(
-    layer.queries[0, head * group : (head + 1) * group], np.float64
-  )
+  keys, queries = kv_head(layer, head)
   units = unit(keys)
   alike = units @ units.mean(axis=0)
   count = max(1, round(_TOP * len(keys)))

@@ -9,7 +9,11 @@ from jaxtyping import Float
 from matplotlib.figure import Figure
 
 from kvjax.activations import Activations
-from kvjax.experiments.papers.analyses.neighbors import highest
+from kvjax.experiments.papers.analyses.neighbors import (
+  MAX_CENTROIDS,
+  TOKENS_PER_CENTROID,
+  highest,
+)
 from kvjax.experiments.papers.analyses.observed import activations, unit
 from kvjax.experiments.papers.findings import Findings, Subject
 from kvjax.experiments.report import figures
@@ -21,7 +25,6 @@ _PROBES = (1, 2, 4, 8, 16)
 # Keys that are read, for prompts of the paper's length and a sixteenth of it.
 _READ = {"paper": 512, "small": 32}
 _LIST_RATIO = 2.5
-_TOKENS_PER_CENTROID, _MAX_CENTROIDS = 16, 2048
 # Sinks and last tokens are always read, and not listed; the last queries of
 # the prompt stand for decoded tokens.
 _SINKS, _LOCAL, _QUERIES = 4, 64, 64
@@ -46,8 +49,7 @@ def measure(subject: Subject) -> Findings:
   read = _READ[subject.scale]
   layers: list[list[Mapping[int, Recalled]]] = []
   for row in track(subject.rows):
-    seen = activations(subject.lm, row)
-    layers.append([recall(layer, read) for layer in seen])
+    layers.append([recall(x, read) for x in activations(subject.lm, row)])
   by_probes = {
     probes: np.array([[of_layer[probes] for of_layer in row] for row in layers])
     for probes in _PROBES
@@ -67,7 +69,7 @@ def measure(subject: Subject) -> Findings:
   header = ["C'", "alpha", "L recalled", "% found", "cost with reranking"]
   title = (
     f"{subject.described}, rho' = {read}, rho = {_LIST_RATIO:g} rho', one "
-    f"centroid for {_TOKENS_PER_CENTROID} tokens"
+    f"centroid for {TOKENS_PER_CENTROID} tokens"
   )
   return Findings(
     [Table(title, header, lines)],
@@ -95,7 +97,7 @@ def recall(layer: Activations, read: int) -> dict[int, Recalled]:
   queries = queries.reshape(-1, group, *queries.shape[1:])
   keys = np.asarray(layer.keys[0], np.float32)
   last = length - min(_QUERIES, length // 4)
-  count = min(max(length // _TOKENS_PER_CENTROID, 1), _MAX_CENTROIDS, last)
+  count = min(max(length // TOKENS_PER_CENTROID, 1), MAX_CENTROIDS, last)
   end = max(last - _LOCAL, _SINKS + 1)
   by_probes: dict[int, list[Recalled]] = {probes: [] for probes in _PROBES}
   for own, own_keys in zip(queries, keys, strict=True):

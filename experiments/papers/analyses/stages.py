@@ -31,30 +31,25 @@ def measure(subject: Subject) -> Findings:
     subject.seed, [length], length, heads=_GROUP, kv_heads=1, head_dim=_DIM
   )
   cache = LayerCache.of(activations)
-  columns = {
-    count: _stages(activations, count)
+
+  def milliseconds(scorer: Scorer) -> str:
+    return f"{1000 * seconds_of(scorer, cache, activations):,.1f}"
+
+  columns = [
+    _stages(activations, count)
     | {"ProtoKV": scorer_of(kvjax.get_method(f"protokv:prototypes={count}"))}
     for count in _PROTOTYPES
-  }
-  names = list(columns[_PROTOTYPES[0]])
-  lines_by_name = {
-    name: [
-      f"{1000 * seconds_of(columns[count][name], cache, activations):,.1f}"
-      for count in _PROTOTYPES
-    ]
-    for name in track(names)
-  }
-  snapkv = kvjax.get_method("snapkv.factory")
-  alone = f"{1000 * seconds_of(scorer_of(snapkv), cache, activations):,.1f}"
-  lines = [[name, *times] for name, times in lines_by_name.items()]
-  lines.append(["SnapKV", *[alone] * len(_PROTOTYPES)])
+  ]
+  lines = [
+    [name, *(milliseconds(scorers[name]) for scorers in columns)]
+    for name in track(list(columns[0]))
+  ]
+  snapkv = milliseconds(scorer_of(kvjax.get_method("snapkv.factory")))
+  lines.append(["SnapKV", *[snapkv] * len(_PROTOTYPES)])
   header = ["ms of a KV head", *(f"P_tot = {count}" for count in _PROTOTYPES)]
+  title = f"{length:,} tokens, {_GROUP} query heads, D = {_DIM}"
   return Findings(
-    [
-      Table(
-        f"{length:,} tokens, {_GROUP} query heads, D = {_DIM}", header, lines
-      )
-    ],
+    [Table(title, header, lines)],
     [
       "Stages are compiled and timed apart; together they share work, so that "
       "their sum is not ProtoKV's time."

@@ -40,10 +40,10 @@ class Shares(NamedTuple):
 
 def measure(subject: Subject) -> Findings:
   """Compares the first chunk of a prompt, layer by layer."""
-  seen = activations(subject.lm, subject.rows[0])
+  layers = activations(subject.lm, subject.rows[0])
   tokens = list(subject.rows[0][:_CHUNK])
   lines, columns, maps = [], [], {}
-  for number, layer in enumerate(seen):
+  for number, layer in enumerate(layers):
     pairs = [
       [kv_head_weights(layer, head, _CHUNK, causal) for causal in (True, False)]
       for head in range(layer.keys.shape[1])
