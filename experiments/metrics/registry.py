@@ -77,12 +77,9 @@ def check(metrics: Iterable[str]) -> None:
       library(_LIBRARIES[metric])
 
 
-def _string_match_all(sample: Sample, said: Said) -> dict[str, float]:
-  return {"score": string_match.string_match_all(said.text, sample.answers)}
-
-
-def _string_match_part(sample: Sample, said: Said) -> dict[str, float]:
-  return {"score": string_match.string_match_part(said.text, sample.answers)}
+def _ruler(measure: Callable[[str, Sequence[str]], float]) -> Metric:
+  """Wraps a measure of all references."""
+  return lambda sample, said: {"score": measure(said.text, sample.answers)}
 
 
 def _longbench(measure: _Measure, official: bool = False) -> Metric:
@@ -160,8 +157,8 @@ def _own_answer(sample: Sample, prediction: str) -> str:
 
 
 METRICS: dict[str, Metric] = {
-  "string_match_all": _string_match_all,
-  "string_match_part": _string_match_part,
+  "string_match_all": _ruler(string_match.string_match_all),
+  "string_match_part": _ruler(string_match.string_match_part),
   "qa_f1": _longbench(longbench.qa_f1),
   "qa_f1_zh": _longbench(longbench.qa_f1_zh),
   "rouge": _longbench(rouge.rouge_l),

@@ -62,6 +62,14 @@ def sentences_before(sentences: Sequence[str], share: float) -> int:
   return bisect.bisect_right(words, share * words[-1])
 
 
+def insert_at[T](
+  units: list[T], inserted: Sequence[T], before: Sequence[int]
+) -> None:
+  """Inserts each item after a number of units; these numbers ascend."""
+  for item, number in reversed(list(zip(inserted, before, strict=True))):
+    units.insert(number, item)
+
+
 def most_units(
   cost: Callable[[int], int],
   length: int,

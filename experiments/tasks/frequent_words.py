@@ -57,7 +57,11 @@ def sample(rng: random.Random, length: int, count: fitting.Count) -> Sample:
     TooShortError: `length` is too short for three frequent words.
   """
   number = (length - MAX_NEW_TOKENS) // _TOKENS_PER_WORD
-  vocabulary = _vocabulary(rng, max(number, _ANSWERS + 2))
+  vocabulary = fitting.distinct(
+    lambda: "".join(rng.choices(string.ascii_lowercase, k=_LETTERS)),
+    max(number, _ANSWERS + 2),
+    [DOTS],
+  )
   seed = rng.getrandbits(64)
 
   def context(words: int) -> str:
@@ -77,12 +81,3 @@ def sample(rng: random.Random, length: int, count: fitting.Count) -> Sample:
     count,
     least=_LEAST_WORDS,
   )[0]
-
-
-def _vocabulary(rng: random.Random, number: int) -> list[str]:
-  """Draws dots and distinct random words, `number` in total."""
-  return fitting.distinct(
-    lambda: "".join(rng.choices(string.ascii_lowercase, k=_LETTERS)),
-    number,
-    [DOTS],
-  )

@@ -254,60 +254,46 @@ def _spread(
   All draws are made once, so haystacks of different sizes agree.
   """
   needles = [_needle(task, key, value) for key, value in pairs]
-  if task.haystack == "essay":
-    return _spread_in_prose(rng, needles, essay, depths)
-  shares = depths or sorted(rng.random() for _ in needles)
-  if task.haystack == "noise":
-    return lambda units: "\n".join(_insert([NOISE] * units, needles, shares))
-  taken = {key for key, _ in pairs}
-  extra: list[str] = []
+  in_prose = task.haystack == "essay"
+  units_of: Callable[[int], list[str]]
+  if in_prose:
+    units_of = fitting.ProseText(rng, essay).sentences
+    shares = depths or sorted(rng.sample(_DEPTHS, len(needles)))
+  else:
+    units_of = _lines(task, rng, pairs)
+    shares = depths or sorted(rng.random() for _ in needles)
 
-  def distractors(units: int) -> list[str]:
-    while len(extra) < units:
-      key = draw(rng, task.keys, task.words)
-      if key not in taken:
-        taken.add(key)
-        value = draw(rng, task.values, task.words)
-        extra.append(_needle(task, key, value))
-    return extra[:units]
-
-  return lambda units: "\n".join(_insert(distractors(units), needles, shares))
-
-
-def _spread_in_prose(
-  rng: random.Random,
-  needles: Sequence[str],
-  essay: prose.Essay,
-  depths: Sequence[float] | None,
-) -> Callable[[int], str]:
-  """Spreads needles in prose; given depths are shares of words."""
-  text = fitting.ProseText(rng, essay)
-  if depths is None:
-    shares = sorted(rng.sample(_DEPTHS, len(needles)))
-    return lambda words: " ".join(
-      _insert(text.sentences(words), needles, shares)
-    )
-
-  def spread(words: int) -> str:
-    units = text.sentences(words)
-    before = [fitting.sentences_before(units, depth) for depth in depths]
-    return " ".join(_insert_at(units, needles, before))
+  def spread(number: int) -> str:
+    units = units_of(number)
+    before = [
+      # Given depths in prose are shares of words, all others of units.
+      fitting.sentences_before(units, share)
+      if in_prose and depths
+      else int(len(units) * share)
+      for share in shares
+    ]
+    fitting.insert_at(units, needles, before)
+    return (" " if in_prose else "\n").join(units)
 
   return spread
 
 
-def _insert(
-  units: list[str], needles: Sequence[str], depths: Sequence[float]
-) -> list[str]:
-  """Inserts needle i at its share of the units."""
-  return _insert_at(units, needles, [int(len(units) * d) for d in depths])
+def _lines(
+  task: NeedleTask, rng: random.Random, pairs: _Pairs
+) -> Callable[[int], list[str]]:
+  """Returns a function that gives some lines of noise, or other needles."""
+  if task.haystack == "noise":
+    return lambda number: [NOISE] * number
+  taken = {key for key, _ in pairs}
+  needles: list[str] = []
 
+  def others(number: int) -> list[str]:
+    while len(needles) < number:
+      key = draw(rng, task.keys, task.words)
+      if key not in taken:
+        taken.add(key)
+        value = draw(rng, task.values, task.words)
+        needles.append(_needle(task, key, value))
+    return needles[:number]
 
-def _insert_at(
-  units: list[str], needles: Sequence[str], before: Sequence[int]
-) -> list[str]:
-  """Inserts needle i after a number of units."""
-  mixed = list(units)
-  for needle, number in reversed(list(zip(needles, before, strict=True))):
-    mixed.insert(number, needle)
-  return mixed
+  return others

@@ -110,8 +110,7 @@ def _spread(
   def text(blocks: int) -> str:
     lines = [NOISE] * blocks
     places = sorted(random.Random(seed).sample(range(blocks), len(chain)))
-    for place, line in reversed(list(zip(places, chain, strict=True))):
-      lines.insert(place, line)
+    fitting.insert_at(lines, chain, places)
     return "\n".join(lines)
 
   return text
