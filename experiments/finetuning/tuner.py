@@ -110,7 +110,7 @@ class Tuner:
     if hosts.spanned():
       moments = jax.tree.map(_on_all_hosts, moments)
     self._checkpoints = Checkpoints(output / _CHECKPOINTS)
-    self.state = self._checkpoints.latest(Progress.fresh(adapter, moments))
+    self.state = self._checkpoints.latest(Progress(adapter, moments))
     self._log_path = output / "log.jsonl"
 
   def run(self) -> None:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array
 
-from kvjax.models.decoder import Decoder, Layer, Mlp
+from kvjax.models.decoder import Decoder, Mlp
 
 
 def deepened(decoder: Decoder, layers: int, seed: int) -> Decoder:
@@ -36,7 +36,9 @@ def deepened(decoder: Decoder, layers: int, seed: int) -> Decoder:
     grown.lm_head = decoder.lm_head
   # A plain Llama has one kind of layer.
   (old,), (new,) = decoder.layers, grown.layers
-  _silence(new)
+  assert isinstance(new.mlp, Mlp)
+  for projection in (new.self_attn.o_proj, new.mlp.down_proj):
+    projection.kernel[...] = jnp.zeros_like(projection.kernel[...])
   # Pair old layers with new ones, which are stacked after all old ones.
   pairs = [(layer, depth + layer) for layer in range(extra)]
   paired = [layer for pair in pairs for layer in pair]
@@ -47,10 +49,3 @@ def deepened(decoder: Decoder, layers: int, seed: int) -> Decoder:
 
   nnx.update(new, jax.tree.map(merge, nnx.state(old), nnx.state(new)))
   return grown
-
-
-def _silence(layers: Layer) -> None:
-  """Zeroes the layers' projections to the residual stream."""
-  assert isinstance(layers.mlp, Mlp)
-  for projection in (layers.self_attn.o_proj, layers.mlp.down_proj):
-    projection.kernel[...] = jnp.zeros_like(projection.kernel[...])

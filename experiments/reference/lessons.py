@@ -105,7 +105,12 @@ class Retrieval:
     prompt = Prompt(
       rng, pieces, self.form, hay, self.values, per_question * values_per_key
     )
-    pairs = self._pairs(rng, pieces, keys, values_per_key, digits)
+    pairs = {
+      tuple(self._key(rng, pieces)): [
+        self._value(rng, pieces, digits) for _ in range(values_per_key)
+      ]
+      for _ in range(keys)
+    }
     sample_key, sample_values = next(iter(pairs.items()))
     needle_size = len(prompt.needle(sample_key, sample_values[0])) + 2
     question_size = len(
@@ -152,22 +157,6 @@ class Retrieval:
     row.add(haystack(rng, pieces, hay, stated, left, distractor))
     row.extend(tail)
     return row
-
-  def _pairs(
-    self,
-    rng: np.random.Generator,
-    pieces: Pieces,
-    keys: int,
-    values_per_key: int,
-    digits: int,
-  ) -> dict[tuple[int, ...], list[list[int]]]:
-    """Draws keys with their values."""
-    return {
-      tuple(self._key(rng, pieces)): [
-        self._value(rng, pieces, digits) for _ in range(values_per_key)
-      ]
-      for _ in range(keys)
-    }
 
   def _key(self, rng: np.random.Generator, pieces: Pieces) -> list[int]:
     return pieces.uuid(rng) if self.keys == "uuids" else pieces.word_key(rng)

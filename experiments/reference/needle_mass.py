@@ -1,7 +1,6 @@
 """Measures which layers and heads attend to the needle."""
 
 import random
-from collections.abc import Sequence
 
 import numpy as np
 from jaxtyping import Float
@@ -43,12 +42,11 @@ def sample_mass(lm: Pretrained, sample: Sample) -> Float[np.ndarray, "L N"]:
   return np.array([_mass(layer, places) for layer in layers])
 
 
-def _places(ids: Sequence[int], value: Sequence[int]) -> slice:
+def _places(ids: list[int], value: list[int]) -> slice:
   """Finds the first occurrence of a value's tokens."""
-  for start in range(len(ids)):
-    if list(ids[start : start + len(value)]) == list(value):
-      return slice(start, start + len(value))
-  raise ValueError("The value does not stand in the prompt.")
+  size = len(value)
+  start = next(n for n in range(len(ids)) if ids[n : n + size] == value)
+  return slice(start, start + size)
 
 
 def _mass(layer: Activations, places: slice) -> Float[np.ndarray, " N"]:

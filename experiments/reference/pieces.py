@@ -1,6 +1,7 @@
 """Token ids of the pieces of training rows."""
 
 import functools
+import uuid
 from collections.abc import Sequence
 
 import numpy as np
@@ -20,9 +21,8 @@ class Pieces:
   def __init__(self, tokenizer: tokenizers.Tokenizer):
     """Encodes the fixed pieces and the training prose with `tokenizer`."""
     self._tokenizer = tokenizer
-    self.bos = self._special(vocabulary.BOS)
-    self.eos = self._special(vocabulary.EOS)
-    self.pad = self._special(vocabulary.PAD)
+    specials = (vocabulary.BOS, vocabulary.EOS, vocabulary.PAD)
+    self.bos, self.eos, self.pad = (self.encode(s)[0] for s in specials)
     self.newline = self.encode("\n")
     self.comma = self.encode(",")
     self.colon = self.encode(":")
@@ -37,12 +37,6 @@ class Pieces:
     known = [ids[0] for ids in (*self._adjectives, *self._nouns)]
     running = {i for s in self.sentences for i in s}
     self.any_word = np.asarray(sorted({*known, *running}), np.int32)
-
-  def _special(self, token: str) -> int:
-    index = self._tokenizer.token_to_id(token)
-    if index is None:
-      raise ValueError(f"The tokenizer lacks {token}.")
-    return int(index)
 
   def encode(self, text: str) -> list[int]:
     """Encodes a text, without special tokens."""
@@ -111,20 +105,5 @@ class Pieces:
 
   def uuid(self, rng: np.random.Generator) -> list[int]:
     """Draws a blank and a version-4 UUID, symbol by symbol."""
-    drawn = rng.integers(0, 16, 32)
-    drawn[12] = 4
-    drawn[16] = 8 + drawn[16] % 4
-    ids = [self._symbols[i] for i in drawn]
-    hyphen = self._hyphen
-    return [
-      *self._blank,
-      *ids[:8],
-      *hyphen,
-      *ids[8:12],
-      *hyphen,
-      *ids[12:16],
-      *hyphen,
-      *ids[16:20],
-      *hyphen,
-      *ids[20:],
-    ]
+    digits = "".join(_HEX[i] for i in rng.integers(0, 16, 32))
+    return self.encode(f" {uuid.UUID(digits, version=4)}")

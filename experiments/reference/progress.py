@@ -34,17 +34,12 @@ class Progress:
 
   params: PyTree
   moments: PyTree
-  stage: int
-  step: int
-  extensions: int
-  total: int
-  tokens: int
-  seconds: float
-
-  @classmethod
-  def fresh(cls, params: PyTree, moments: PyTree) -> "Progress":
-    """Returns the initial progress."""
-    return cls(params, moments, 0, 0, 0, 0, 0, 0.0)
+  stage: int = 0
+  step: int = 0
+  extensions: int = 0
+  total: int = 0
+  tokens: int = 0
+  seconds: float = 0.0
 
   def advanced(
     self, params: PyTree, moments: PyTree, tokens: int
@@ -59,10 +54,6 @@ class Progress:
       tokens=self.tokens + tokens,
     )
 
-  def restarted(self, params: PyTree, moments: PyTree) -> "Progress":
-    """Returns the same progress with new weights and optimizer state."""
-    return dataclasses.replace(self, params=params, moments=moments)
-
   def spent(self, seconds: float) -> "Progress":
     """Returns the same progress with more seconds."""
     return dataclasses.replace(self, seconds=self.seconds + seconds)
@@ -70,10 +61,6 @@ class Progress:
   def next_stage(self) -> "Progress":
     """Returns the progress at the start of the next stage."""
     return dataclasses.replace(self, stage=self.stage + 1, step=0, extensions=0)
-
-  def extended(self) -> "Progress":
-    """Returns the progress with the stage extended."""
-    return dataclasses.replace(self, extensions=self.extensions + 1)
 
 
 _COUNTERS = ("stage", "step", "extensions", "total", "tokens", "seconds")

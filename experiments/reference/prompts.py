@@ -6,7 +6,7 @@ import numpy as np
 
 from kvjax.experiments.reference.pieces import Pieces
 from kvjax.experiments.reference.rows import Row
-from kvjax.experiments.tasks import niah
+from kvjax.experiments.tasks import fitting, niah
 
 # Share of rows with wording other than RULER's, against overfitting.
 VARIED_SHARE = 0.3
@@ -76,9 +76,7 @@ class Prompt:
       prefix = prefix.lstrip()
     joined = hay in ("noise", "needle") and form != "short"
     self._needle = needle if joined else f" {needle.lstrip()}"
-    self._question = question
-    self._suffix = suffix if question else ""
-    self._prefix = prefix
+    self._question = f"\n{question}{suffix if question else ''}{prefix}"
     self.intro: list[int] = []
     if form == "full" and rng.random() > VARIED_SHARE:
       text = niah.INTRO_ONE if one else niah.INTRO
@@ -93,8 +91,7 @@ class Prompt:
   def question(self, query: Sequence[int]) -> list[int]:
     """Encodes a newline, the question and the start of the answer."""
     fields = {"kind": self._kind, "query": query}
-    text = f"\n{self._question}{self._suffix}{self._prefix}"
-    return self.pieces.fill(text, fields)
+    return self.pieces.fill(self._question, fields)
 
 
 def question_turn(
@@ -170,9 +167,8 @@ def haystack(
   if not lines:
     left -= _LINE_START
   units = list(_units(rng, pieces, hay, left, distractor))
-  places = sorted(rng.integers(0, len(units) + 1, len(inserted)))
-  for place, ids in reversed(list(zip(places, inserted, strict=True))):
-    units.insert(place, list(ids))
+  places = sorted(rng.integers(0, len(units) + 1, len(inserted)).tolist())
+  fitting.insert_at(units, [list(ids) for ids in inserted], places)
   ids_of_haystack: list[int] = []
   if not lines:
     units[0] = pieces.without_blank(units[0])

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -58,9 +59,8 @@ class Row:
     self.answers += other.answers
 
 
-@dataclasses.dataclass(frozen=True)
-class Batch:
-  """Rows of one length, with the scored places.
+class Batch(NamedTuple):
+  """Rows of one length, with the scored places; arrays of NumPy or JAX.
 
   Attributes:
     tokens: int32[B, T].
@@ -71,12 +71,12 @@ class Batch:
     first: bool[B, M], first symbols, see `Row`.
   """
 
-  tokens: np.ndarray
-  place: np.ndarray
-  target: np.ndarray
-  weight: np.ndarray
-  answer: np.ndarray
-  first: np.ndarray
+  tokens: Any
+  place: Any
+  target: Any
+  weight: Any
+  answer: Any
+  first: Any
 
 
 def pack(

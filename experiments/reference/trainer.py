@@ -1,7 +1,6 @@
 """Runs the training stages: steps, gates, checkpoints and a log."""
 
 import dataclasses
-import functools
 import json
 import time
 from collections.abc import Mapping, Sequence
@@ -19,6 +18,7 @@ from kvjax.experiments.reference import batches, pieces, training, vocabulary
 from kvjax.experiments.reference.curriculum import Stage
 from kvjax.experiments.reference.growth import deepened
 from kvjax.experiments.reference.progress import Checkpoints, Progress
+from kvjax.experiments.reference.rows import Batch
 from kvjax.experiments.run import typed_records
 from kvjax.experiments.run.progress_bar import step_bar
 from kvjax.files import is_present, read_json, write_json
@@ -55,7 +55,7 @@ class Trainer:
     self._pieces = pieces.Pieces(vocabulary.build())
     self._checkpoints = Checkpoints(output / "checkpoints")
     self._model, params = from_decoder(training.initial_decoder(seed))
-    self.state = Progress.fresh(params, training.optimizer().init(params))
+    self.state = Progress(params, training.optimizer().init(params))
     stage = self._checkpoints.stage()
     run = output / "run.json"
     _check_claim(run, seed, stages, stage)
@@ -78,7 +78,8 @@ class Trainer:
         for following in self._stages[self.state.stage :][:1]:
           self._deepen(following)
       else:
-        self.state = self.state.extended()
+        extensions = self.state.extensions + 1
+        self.state = dataclasses.replace(self.state, extensions=extensions)
       self._checkpoints.save(self.state)
 
   def decoder(self) -> Decoder:
@@ -91,13 +92,20 @@ class Trainer:
       return
     grown = deepened(self.decoder(), stage.layers, self._seed)
     self._model, params = from_decoder(grown)
-    self.state = self.state.restarted(params, training.optimizer().init(params))
+    moments = training.optimizer().init(params)
+    self.state = dataclasses.replace(self.state, params=params, moments=moments)
 
   def _train(self, stage: Stage) -> None:
     """Takes the remaining steps of a stage and its extensions."""
     steps = stage.steps + self.state.extensions * (stage.steps // 2)
     left = range(self.state.step, steps)
-    draw = functools.partial(self._arrays, stage, self.state.stage)
+    number = self.state.stage
+
+    def draw(step: int) -> Batch:
+      return batches.training_batch(
+        stage, number, step, self._seed, self._pieces
+      )
+
     with step_bar(stage.name, left) as show:
       began = time.monotonic()
       for batch in batches.ahead(draw, left):
@@ -112,9 +120,7 @@ class Trainer:
           self._checkpoints.save(self.state)
         began = time.monotonic()
 
-  def _step(
-    self, stage: Stage, batch: Mapping[str, np.ndarray]
-  ) -> Float[Array, ""]:
+  def _step(self, stage: Stage, batch: Batch) -> Float[Array, ""]:
     """Takes one step and returns its loss, which may still be pending."""
     rate = stage.rate(self.state.step)
     if self.state.stage == 0 or stage.layers is not None:
@@ -132,14 +138,6 @@ class Trainer:
     )
     return loss
 
-  def _arrays(
-    self, stage: Stage, index: int, step: int
-  ) -> dict[str, np.ndarray]:
-    """Draws the batch of a step of stage number `index`."""
-    return training.arrays(
-      batches.training_batch(stage, index, step, self._seed, self._pieces)
-    )
-
   def _measure(
     self, stage: Stage, rows: int
   ) -> tuple[dict[str, float], dict[str, float]]:
@@ -149,9 +147,7 @@ class Trainer:
       batch = batches.validation_batch(
         lesson, stage, rows, self._seed, self._pieces
       )
-      right = training.right(
-        self._model, self.state.params, training.arrays(batch)
-      )
+      right = training.right(self._model, self.state.params, batch)
       first[lesson], complete[lesson] = batches.accuracy(
         batch, np.asarray(right)
       )

@@ -108,14 +108,10 @@ def _step(
   return causal_attention(activations), stack
 
 
-def _loss(
-  params: PyTree, model: DecoderModel, part: dict[str, Array]
-) -> Float[Array, ""]:
-  logits = scored_logits(model, params, part["tokens"], part["place"])
-  losses = optax.softmax_cross_entropy_with_integer_labels(
-    logits, part["target"]
-  )
-  return jnp.sum(losses * part["weight"])
+def _loss(params: PyTree, model: DecoderModel, part: Batch) -> Float[Array, ""]:
+  logits = scored_logits(model, params, part.tokens, part.place)
+  losses = optax.softmax_cross_entropy_with_integer_labels(logits, part.target)
+  return jnp.sum(losses * part.weight)
 
 
 def optimizer() -> optax.GradientTransformation:
@@ -137,7 +133,7 @@ def train_step(
   model: DecoderModel,
   params: PyTree,
   state: PyTree,
-  batch: dict[str, Array],
+  batch: Batch,
   rate: Float[Array, ""],
   micro: int,
 ) -> tuple[PyTree, PyTree, Float[Array, ""]]:
@@ -146,13 +142,13 @@ def train_step(
   The batch is processed `micro` rows at a time, so that activations stay in a
   CPU's caches.
   """
-  rows = batch["tokens"].shape[0]
+  rows = batch.tokens.shape[0]
   parts = jax.tree.map(
     lambda x: x.reshape(rows // micro, micro, *x.shape[1:]), batch
   )
-  total = jnp.sum(batch["weight"])
+  total = jnp.sum(batch.weight)
 
-  def add(carry: PyTree, part: dict[str, Array]) -> tuple[PyTree, None]:
+  def add(carry: PyTree, part: Batch) -> tuple[PyTree, None]:
     loss_and_gradients = jax.value_and_grad(_loss)(params, model, part)
     return jax.tree.map(jnp.add, carry, loss_and_gradients), None
 
@@ -168,24 +164,12 @@ def train_step(
 
 @functools.partial(jax.jit, static_argnums=0)
 def right(
-  model: DecoderModel, params: PyTree, batch: dict[str, Array]
+  model: DecoderModel, params: PyTree, batch: Batch
 ) -> Bool[Array, "B M"]:
   """Computes which scored places the model predicts correctly, row by row."""
 
-  def row(part: dict[str, Array]) -> Bool[Array, " M"]:
-    logits = scored_logits(
-      model, params, part["tokens"][None], part["place"][None]
-    )
-    return jnp.argmax(logits[0], axis=-1) == part["target"]
+  def row(part: Batch) -> Bool[Array, " M"]:
+    logits = scored_logits(model, params, part.tokens[None], part.place[None])
+    return jnp.argmax(logits[0], axis=-1) == part.target
 
   return jax.lax.map(row, batch)
-
-
-def arrays(batch: Batch) -> dict[str, np.ndarray]:
-  """Returns the arrays of a batch for the compiled functions."""
-  return {
-    "tokens": batch.tokens,
-    "place": batch.place,
-    "target": batch.target,
-    "weight": batch.weight,
-  }

@@ -32,7 +32,7 @@ def after(steps):
   params = {"a": jnp.arange(2000.0) + steps, "b": jnp.float32(steps)}
   moments = {"a": jnp.arange(3000.0) * steps}
   return dataclasses.replace(
-    Progress.fresh(params, moments), total=steps, step=steps, tokens=7 * steps
+    Progress(params, moments), total=steps, step=steps, tokens=7 * steps
   )
 
 

@@ -20,7 +20,7 @@ def after(steps):
   """The progress after some steps, spread over the devices of both hosts."""
   own = NamedSharding(parse_mesh("data:4"), PartitionSpec("data"))
   params = {"a": jax.device_put(NUMBERS + steps, own)}
-  fresh = Progress.fresh(params, {"a": jax.device_put(NUMBERS * steps, own)})
+  fresh = Progress(params, {"a": jax.device_put(NUMBERS * steps, own)})
   return dataclasses.replace(fresh, total=steps, step=steps)
 
 

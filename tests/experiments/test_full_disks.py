@@ -58,7 +58,7 @@ def fail(error):
 
 @pytest.mark.parametrize("error", FULL, ids=["OSError", "ValueError"])
 def test_a_full_disk_leaves_the_last_checkpoint(tmp_path, monkeypatch, error):
-  state = Progress.fresh({"a": np.zeros(9)}, {"a": np.zeros(9)})
+  state = Progress({"a": np.zeros(9)}, {"a": np.zeros(9)})
   one = state.advanced(state.params, state.moments, 3)
   two = one.advanced({"a": np.ones(9)}, state.moments, 3)
   checkpoints = Checkpoints(tmp_path)

@@ -84,7 +84,7 @@ def test_lines_that_are_something_else(tmp_path, kind):
   replace(tmp_path / "log.jsonl", kind)
   log = object.__new__(tuner.Tuner)
   log._log_path = tmp_path / "log.jsonl"
-  log.state = Progress.fresh(None, None)
+  log.state = Progress(None, None)
   sentence = (
     ODD[kind][1] if kind in UNREAD else "Line 1 of .* is not what a run"
   )
@@ -250,7 +250,7 @@ def test_lines_of_a_log_that_no_run_writes(tmp_path, line):
   log = object.__new__(tuner.Tuner)
   log._log_path = tmp_path / "log.jsonl"
   log._log_path.write_text(f'{{"steps": 0}}\n{line}\n')
-  log.state = Progress.fresh(None, None)
+  log.state = Progress(None, None)
   refused(log._drop_log_lines, "Line 2 of .* is not what a run writes; remove")
   assert line in log._log_path.read_text()
 
