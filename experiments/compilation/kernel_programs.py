@@ -2,10 +2,12 @@
 
 import functools
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import PyTree
 
 from kvjax import kernels
 from kvjax.experiments.compilation.chips import Chip
@@ -28,22 +30,30 @@ def of_spec(operation: str, spec: Spec) -> Program:
     kind="kernel",
     name=operation,
     shapes=spec.name,
-    lower=functools.partial(_lower, spec),
+    lower=functools.partial(
+      lower_kernel, spec.run, spec.shapes, spec.ideal_bytes
+    ),
     operands=functools.partial(_operands, spec),
     function=getattr(function, "__name__", ""),
   )
 
 
-def _lower(spec: Spec, chip: Chip) -> Lowered:
+def lower_kernel(
+  run: Callable[..., Any],
+  shapes: Sequence[PyTree],
+  ideal: int | None,
+  chip: Chip,
+) -> Lowered:
+  """Lowers a function of some shapes for one device, with its kernels."""
   replicated = NamedSharding(chip.lone, PartitionSpec())
-  shapes = [
-    jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated)
-    for x in spec.shapes
-  ]
+  given = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated),
+    shapes,
+  )
   with jax.set_mesh(chip.lone), kernels.use("pallas", platform=chip.platform):
     # Use a new function: a cached trace may be for another chip.
-    traced = jax.jit(lambda *arrays: spec.run(*arrays)).trace(*shapes)
-    return Lowered.of(traced, spec.ideal_bytes)
+    traced = jax.jit(lambda *arrays: run(*arrays)).trace(*given)
+    return Lowered.of(traced, ideal)
 
 
 def _operands(spec: Spec) -> str:

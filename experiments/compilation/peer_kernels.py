@@ -13,11 +13,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from kvjax import kernels
 from kvjax.experiments.compilation.chips import Chip
+from kvjax.experiments.compilation.kernel_programs import lower_kernel
 from kvjax.experiments.compilation.programs import Lowered, Program
 from kvjax.kernels.attention.options import PLAIN
 from kvjax.kernels.paged_attention.decoding import decode_attention
@@ -70,7 +69,8 @@ def peer_programs(platform: Platform) -> Iterator[Program]:
   """Yields every peer at the sizes of `paged_attention.specs`."""
   for spec in SPECS:
     for name, peer in _PEERS[platform].items():
-      lower = functools.partial(_lower, peer, spec.shapes)
+      cache = _shapes(spec.shapes, peer.joined)
+      lower = functools.partial(_lower, peer.attend, cache)
       yield Program("kernel", name, spec.name, lower)
 
 
@@ -81,29 +81,15 @@ def stack_programs() -> Iterator[Program]:
     (OURS_IN_STACKS, _ours_in_stacks),
     ("JAX, decode_attention", _stacks_gpu),
   ):
-    lower = functools.partial(_lowered, attend, _stack_shapes())
+    lower = functools.partial(_lower, attend, _stack_shapes())
     yield Program("kernel", kernel, name, lower)
 
 
-def _lower(peer: _Peer, operands: tuple[_Shape, ...], chip: Chip) -> Lowered:
-  return _lowered(peer.attend, _shapes(operands, peer.joined), chip)
-
-
-def _lowered(attend: Callable[[Any], Any], given: Any, chip: Chip) -> Lowered:
-  """Lowers a function of some shapes for one device."""
-  place = NamedSharding(chip.lone, PartitionSpec())
-  given = jax.tree.map(
-    lambda x: _Shape(x.shape, x.dtype, sharding=place), given
-  )
-  with (
-    jax.set_mesh(chip.lone),
-    kernels.use("pallas", platform=chip.platform),
-    warnings.catch_warnings(),
-  ):
+def _lower(attend: Callable[[Any], Any], given: Any, chip: Chip) -> Lowered:
+  with warnings.catch_warnings():
     # JAX's kernels for GPUs are deprecated.
     warnings.simplefilter("ignore", DeprecationWarning)
-    # Use a new function: a cached trace may be for another chip.
-    return Lowered.of(jax.jit(lambda arrays: attend(arrays)).trace(given))
+    return lower_kernel(attend, [given], None, chip)
 
 
 def _shapes(operands: tuple[_Shape, ...], joined: bool) -> _Cache:

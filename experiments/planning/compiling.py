@@ -16,7 +16,6 @@ from kvjax.experiments.compilation.engine_programs import (
 )
 from kvjax.experiments.planning.sizes import Sizes, sizes
 from kvjax.kernels.compiled.collectives import Collective
-from kvjax.kernels.compiled.footprints import Footprint
 from kvjax.model import LayerSpec
 
 # Layers of one kind are a loop. Of caches with more kinds than this, such as
@@ -111,9 +110,7 @@ def compile_use(use: Use, chip: Chip, advance: Advance) -> Planned:
   for depths in _depths(use, chip, whole):
     try:
       found = _compile_depths(use, chip, depths, advance)
-    except jax.errors.JaxRuntimeError as error:
-      if "RESOURCE_EXHAUSTED" not in str(error):
-        raise _refusal(use, chip, error) from error
+    except TooLargeError:
       refused |= depths == (use.model.layers,)
     else:
       return Planned(use, chip, whole, *found, refused)
@@ -143,12 +140,7 @@ def decode_beyond(
   if rows <= use.rows:
     return None
   larger = dataclasses.replace(use, rows=rows)
-  try:
-    return rows, _compile_kind("decode", larger, chip, layers, 1, advance)
-  except jax.errors.JaxRuntimeError as error:
-    if "RESOURCE_EXHAUSTED" not in str(error):
-      raise _refusal(larger, chip, error) from error
-  raise TooLargeError(f"{rows} rows do not fit on {chip.name}.")
+  return rows, _compile_kind("decode", larger, chip, layers, 1, advance)
 
 
 def _depths(use: Use, chip: Chip, whole: Sizes) -> list[tuple[int, ...]]:
@@ -170,7 +162,7 @@ def _depths(use: Use, chip: Chip, whole: Sizes) -> list[tuple[int, ...]]:
   fits = whole.weights + whole.cache <= chip.hbm_bytes
   if not known or (fits and whole.kinds <= MOST_KINDS):
     return [(layers,), *known]
-  return list(known)
+  return known
 
 
 def _compile_depths(
@@ -213,23 +205,34 @@ def _compile(
 def _compile_kind(
   kind: str, use: Use, chip: Chip, layers: int, parts: int, advance: Advance
 ) -> Needs:
-  """Compiles one of the two programs; see `_compile`."""
+  """Compiles one of the two programs; see `_compile`.
+
+  Raises:
+    TooLargeError: it takes more memory than a device has.
+    InputError: the compiler refuses it for another reason.
+  """
   given = sizes(use, chip, layers)
   about = f"{chip.name}, {kind}, batch {use.rows}, {layers} layers"
   advance(about, 0)
   lower = lower_prefill if kind == "prefill" else lower_decode
-  footprint = lower(use, layers, chip).measure()
+  try:
+    footprint = lower(use, layers, chip).measure()
+  except jax.errors.JaxRuntimeError as error:
+    if "RESOURCE_EXHAUSTED" in str(error):
+      raise TooLargeError(
+        f"A batch of {use.rows} does not fit on {chip.name}."
+      ) from error
+    first, *_ = str(error).strip().splitlines() or ["no reason"]
+    raise InputError(
+      f"{use.name} does not compile for {chip.name}, where the compiler says: "
+      f"{first[:300].rstrip('.')}."
+    ) from error
   jax.clear_caches()  # traced programs are large and not needed again
   advance(about, 1 / parts)
-  return _needs(footprint, given)
-
-
-def _refusal(use: Use, chip: Chip, error: Exception) -> InputError:
-  """Says that a program does not compile, with the compiler's first line."""
-  first, *_ = str(error).strip().splitlines() or ["no reason"]
-  return InputError(
-    f"{use.name} does not compile for {chip.name}, where the compiler says: "
-    f"{first[:300].rstrip('.')}."
+  return Needs(
+    footprint.hbm - given.weights - given.cache,
+    footprint.moved,
+    _by_kind(footprint.sent),
   )
 
 
@@ -255,14 +258,6 @@ def extrapolate(
   }
   return Needs(
     line(one.temporary, other.temporary), line(one.moved, other.moved), sent
-  )
-
-
-def _needs(footprint: Footprint, given: Sizes) -> Needs:
-  return Needs(
-    footprint.hbm - given.weights - given.cache,
-    footprint.moved,
-    _by_kind(footprint.sent),
   )
 
 

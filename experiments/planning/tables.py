@@ -45,13 +45,13 @@ def to_markdown(
   both = (planned.prefill, planned.decode)
   taken = planned.sizes
   rows: list[tuple[str, Sequence[str]]] = [
-    ("weights", _twice(mib(taken.weights))),
-    ("cache", _twice(mib(taken.cache))),
+    ("weights", [mib(taken.weights)] * 2),
+    ("cache", [mib(taken.cache)] * 2),
     ("temporaries", [mib(needs.temporary) for needs in both]),
     ("together", [mib(planned.hbm(needs)) for needs in both]),
     ("% of HBM", [_share(planned, needs) for needs in both]),
-    ("copies", _twice(mib(taken.copies))),
-    ("host", _twice(mib(taken.host) if taken.host else NOTHING)),
+    ("copies", [mib(taken.copies)] * 2),
+    ("host", [mib(taken.host) if taken.host else NOTHING] * 2),
     ("largest batch", (batches and [f"{most:,}" for most in batches]) or []),
     ("collectives", [_sent(needs.sent) for needs in both]),
     ("at least", [NOTHING, _bound(step_bound(planned, slice_))]),
@@ -121,7 +121,3 @@ def _sent(sent: Mapping[str, Sent]) -> str:
 
 def _share(planned: Planned, needs: Needs) -> str:
   return f"{100 * planned.hbm(needs) / planned.chip.hbm_bytes:.1f}"
-
-
-def _twice(text: str) -> list[str]:
-  return [text, text]

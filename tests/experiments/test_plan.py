@@ -108,14 +108,14 @@ def refusing(monkeypatch):
   """Lets the compiler refuse more than some layers, or rows."""
 
   def refuse(layers, rows=10**9):
-    compile_some = compiling._compile_depths
+    lower = compiling.lower_prefill
 
-    def within(use, chip, depths, advance):
-      if depths[-1] > layers or use.rows > rows:
+    def within(use, depth, chip):
+      if depth > layers or use.rows > rows:
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: too much HBM")
-      return compile_some(use, chip, depths, advance)
+      return lower(use, depth, chip)
 
-    monkeypatch.setattr(compiling, "_compile_depths", within)
+    monkeypatch.setattr(compiling, "lower_prefill", within)
 
   return refuse
 
