@@ -119,7 +119,8 @@ def _kc(row: Mapping[str, Any]) -> str:
     return wording.NOTHING
   terms = [(" NLL", row["alpha"]), ("", row["beta"])]
   terms += [(f" {name}", slope) for name, slope in row["slopes"]]
-  return " ".join(f"{_signed(slope)}{name}" for name, slope in terms)
+  text = " ".join(f"{slope:+.3g}{name}" for name, slope in terms)
+  return text.replace("-", "−")
 
 
 def _r2(value: float | None) -> str:
@@ -162,7 +163,3 @@ def _by_task(
   ]
   header = ["method", *(task.removeprefix("niah_") for task in tasks)]
   return Table(f"{name} by task, other samples", header, lines)
-
-
-def _signed(value: float) -> str:
-  return f"{value:+.3g}".replace("-", "−")

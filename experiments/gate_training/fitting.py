@@ -31,7 +31,7 @@ class Examples(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-  """The hyperparameters; the defaults are those of KVzap's authors.
+  """The hyperparameters; defaults of `train_gate` are those of KVzap's authors.
 
   Attributes:
     kind: "mlp" for a hidden layer, or "linear".

@@ -12,7 +12,7 @@ import jax
 
 import kvjax
 from kvjax.experiments import cli
-from kvjax.experiments.peers.serving import Memory, serve
+from kvjax.experiments.peers.serving import TOKEN_IDS, Memory, serve
 from kvjax.experiments.run import stopwatch
 from kvjax.experiments.timing import (
   kernel_timing,
@@ -22,8 +22,6 @@ from kvjax.experiments.timing import (
 from kvjax.model import Geometry
 from kvjax.models.pretrained import load_decoder
 
-# Any model has so many.
-_TOKEN_IDS = 1000
 # Rows that are swept together: the caches of 40 plans must fit in memory.
 _BATCH = 2
 
@@ -72,14 +70,14 @@ class Side:
     self, method: str, retention: float, rows: int, length: int
   ) -> float:
     """Prefills prompts and compresses their cache."""
-    prompts = random_models.prompts(_TOKEN_IDS, rows, length)
+    prompts = random_models.prompts(TOKEN_IDS, rows, length)
     return stopwatch.seconds(lambda: self._prefill(method, retention, prompts))
 
   def decode(
     self, method: str, retention: float, rows: int, length: int, new_tokens: int
   ) -> float:
     """Decodes after a prefill, which does not count."""
-    prompts = random_models.prompts(_TOKEN_IDS, rows, length)
+    prompts = random_models.prompts(TOKEN_IDS, rows, length)
     cache, logits = self._prefill(method, retention, prompts)
     jax.block_until_ready(cache)
     decoding = kvjax.Decoding(max_new_tokens=new_tokens)
@@ -98,7 +96,7 @@ class Side:
     plans = [
       kvjax.get_plan(name, kvjax.Retention(share)) for name, share in cells
     ]
-    prompts = random_models.prompts(_TOKEN_IDS, rows, length)
+    prompts = random_models.prompts(TOKEN_IDS, rows, length)
     decoding = kvjax.Decoding(max_new_tokens=new_tokens)
 
     def answer() -> None:

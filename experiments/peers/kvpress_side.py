@@ -19,11 +19,9 @@ import torch
 import transformers
 
 from .counterparts import PRESSES
-from .serving import Memory, serve
+from .serving import TOKEN_IDS, Memory, serve
 
 EAGER = "h2o"
-# Any model has so many.
-TOKEN_IDS = 1000
 
 
 class CudaMemory(Memory):

@@ -11,6 +11,8 @@ import pathlib
 import sys
 import traceback
 
+# Prompts are random ids below this; every vocabulary has more.
+TOKEN_IDS = 1000
 # Linux: writing 5 to the first resets the peak that the second contains.
 _RESET = pathlib.Path("/proc/self/clear_refs")
 _STATUS = pathlib.Path("/proc/self/status")

@@ -161,7 +161,7 @@ def _cut(contexts: kvjax.Prompts, length: int) -> kvjax.Prompts:
 def _prefill(
   lm: Pretrained, plan: kvjax.Plan, contexts: kvjax.Prompts, every: int
 ) -> _Full:
-  """A cache that is due, with what the method remembers of its tokens."""
+  """A cache that is full, with what the method remembers of its tokens."""
   cache, _ = kvjax.prefill(lm.model, lm.params, contexts, plan)
   lengths = np.asarray(cache.next_positions)
   prepared = prepare_decoding(

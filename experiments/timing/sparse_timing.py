@@ -219,13 +219,11 @@ def _draw(seed: int, length: int, heads: Heads) -> Activations:
 
 def _part(drawn: Activations, start: int, end: int) -> Activations:
   """The activations of some of the tokens."""
-  queries, keys, values = (
-    x[:, :, start:end] for x in (drawn.queries, drawn.keys, drawn.values)
-  )
+  keys = drawn.keys[:, :, start:end]
   return Activations(
-    queries=queries,
+    queries=drawn.queries[:, :, start:end],
     keys=keys,
-    values=values,
+    values=drawn.values[:, :, start:end],
     keys_unrotated=keys,
     positions=drawn.positions[:, start:end],
   )
