@@ -174,17 +174,7 @@ def _temporary_bytes(
   run: Callable[[Activations], Any], make: Callable[[], Activations]
 ) -> int:
   """Compiles an operation on what is made, of which nothing is run."""
-  structures = []
-
-  def flat() -> list[jax.Array]:
-    leaves, structure = jax.tree.flatten(make())
-    structures.append(structure)
-    return leaves
-
-  def program(leaves: list[jax.Array]) -> Any:
-    return run(jax.tree.unflatten(structures[0], leaves))
-
-  shapes = jax.eval_shape(flat)
-  memory = jax.jit(program).lower(shapes).compile().memory_analysis()
+  shapes = jax.eval_shape(make)
+  memory = jax.jit(run).lower(shapes).compile().memory_analysis()
   assert memory is not None
   return int(memory.temp_size_in_bytes)
