@@ -31,9 +31,7 @@ def after(steps):
   """The progress after some steps."""
   params = {"a": jnp.arange(2000.0) + steps, "b": jnp.float32(steps)}
   moments = {"a": jnp.arange(3000.0) * steps}
-  return dataclasses.replace(
-    Progress(params, moments), total=steps, step=steps, tokens=7 * steps
-  )
+  return Progress(params, moments, total=steps, step=steps, tokens=7 * steps)
 
 
 FRESH = after(0)

@@ -1,6 +1,5 @@
 """Two hosts go on from the same checkpoint where one of them misses files."""
 
-import dataclasses
 import pathlib
 
 import jax
@@ -20,8 +19,8 @@ def after(steps):
   """The progress after some steps, spread over the devices of both hosts."""
   own = NamedSharding(parse_mesh("data:4"), PartitionSpec("data"))
   params = {"a": jax.device_put(NUMBERS + steps, own)}
-  fresh = Progress(params, {"a": jax.device_put(NUMBERS * steps, own)})
-  return dataclasses.replace(fresh, total=steps, step=steps)
+  moments = {"a": jax.device_put(NUMBERS * steps, own)}
+  return Progress(params, moments, total=steps, step=steps)
 
 
 def total(found):
