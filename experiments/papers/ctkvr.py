@@ -220,38 +220,25 @@ _E4_9 = dataclasses.replace(
   quoted=(),
 )
 
+# Setups of analyses, the paper's and the small one.
+_RANDOM = (shared.at_random(98304), shared.at_random(2048))
+_NEEDLES = (
+  shared.ruler((16384,), 1, shared.FOUR_NEEDLES),
+  shared.prose(1024, 2),
+)
+
 PARTS: Parts = {
   "E4.1": _E4_1,
   "E4.2": _E4_2,
   "E4.3": _E4_3,
   "E4.5": (
-    Analysis(
-      "throughput",
-      throughput.measure,
-      shared.at_random(98304),
-      shared.at_random(2048),
-    ),
-    Analysis(
-      "modules",
-      retrieval_modules.measure,
-      shared.at_random(98304),
-      shared.at_random(2048),
-    ),
+    Analysis("throughput", throughput.measure, *_RANDOM),
+    Analysis("modules", retrieval_modules.measure, *_RANDOM),
   ),
   "E4.6": Program("indexes", "index_construction", takes={"seed": "seed"}),
   "E4.7": (_E4_7_PLACES, _E4_7_SWEEPS),
   "E4.8": _E4_8,
   "E4.9": _E4_9,
-  "E4.10": Analysis(
-    "queries",
-    neighbors.measure,
-    shared.ruler((16384,), 1, shared.FOUR_NEEDLES),
-    shared.prose(1024, 2),
-  ),
-  "E4.11": Analysis(
-    "lists",
-    recalled_lists.measure,
-    shared.ruler((16384,), 1, shared.FOUR_NEEDLES),
-    shared.prose(1024, 2),
-  ),
+  "E4.10": Analysis("queries", neighbors.measure, *_NEEDLES),
+  "E4.11": Analysis("lists", recalled_lists.measure, *_NEEDLES),
 }

@@ -179,6 +179,8 @@ _E2_5 = dataclasses.replace(
   averages=(shared.NEEDLES_FOUND,),
 )
 
+_STORY = shared.longbench(("narrativeqa",), _LIMIT, samples=1)
+
 PARTS: Parts = {
   "E2.1": _E2_1,
   "E2.2": _E2_2,
@@ -192,10 +194,7 @@ PARTS: Parts = {
     shared.prose(1024, 2),
   ),
   "E2.7": Analysis(
-    "components",
-    retained_keys.components,
-    shared.longbench(("narrativeqa",), _LIMIT, samples=1),
-    shared.prose(1024, 1),
+    "components", retained_keys.components, _STORY, shared.prose(1024, 1)
   ),
   "E2.8": Analysis(
     "heads",
@@ -217,16 +216,10 @@ PARTS: Parts = {
     model=False,
   ),
   "E2.11": Analysis(
-    "cosines",
-    key_cosines.measure,
-    shared.longbench(("narrativeqa",), _LIMIT, samples=1),
-    shared.prose(256, 1),
+    "cosines", key_cosines.measure, _STORY, shared.prose(256, 1)
   ),
   "E2.12": Analysis(
-    "queries",
-    query_plane.measure,
-    shared.longbench(("narrativeqa",), _LIMIT, samples=1),
-    shared.prose(1024, 1),
+    "queries", query_plane.measure, _STORY, shared.prose(1024, 1)
   ),
   # Math-500 is how the paper measures long answers.
   "E2.13": _MATH,
