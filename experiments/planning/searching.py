@@ -149,10 +149,8 @@ def _largest_on(
   most = max(fitting, key=lambda each: each.use.rows)
   confirmed_only = Batches(most.use.rows, most.use.rows)
   if large is None:
-    level = [
-      Line(each.temporary, 0.0) for each in (small.prefill, small.decode)
-    ]
-    return Found(slice_, asked, most, confirmed_only, (level[0], level[1]))
+    level = Line(small.prefill.temporary, 0), Line(small.decode.temporary, 0)
+    return Found(slice_, asked, most, confirmed_only, level)
   batches = largest(small, large)
   if min(batches) > most.use.rows:  # all trials failed
     batches = confirmed_only
