@@ -40,7 +40,7 @@ def refuse_learning_rate() -> None:
     InputError: it is not above 0 and at most 1.
   """
   rate = flags.FLAGS.learning_rate
-  if not 0 < rate <= 1:
+  if rate is not None and not 0 < rate <= 1:
     raise InputError(
       f"--learning_rate is a number above 0 and at most 1; it is {rate}."
     )

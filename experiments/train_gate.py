@@ -1,4 +1,4 @@
-"""Trains the networks of KVzap for a model.
+"""Trains the gates of KVzap or Fast KVzip for a model.
 
   kvjax train_gate --documents=DIR --output=OUT
 
@@ -9,8 +9,10 @@ the files that are published for KVzap, for
   --methods=kvzap:gate=OUT
 
 in every program, and validation.json with R2 by layer, on parts that were not
-learned. --data=DIR learns the contexts of LongBench instead. With --multihost,
-hosts that run the same command share the parts, and the first one learns.
+learned. With --kind=fast_kvzip, gates learn the scores that KVzip has, for
+--methods=fast_kvzip:gate=OUT. --data=DIR learns the contexts of LongBench
+instead. With --multihost, hosts that run the same command share the parts, and
+the first one learns.
 
 An interrupted run resumes with the same flags. Sixty parts of 600 tokens take
 SmolLM2-135M about five minutes on two cores.
@@ -26,12 +28,15 @@ from kvjax.errors import InputError
 from kvjax.experiments import cli, refusals
 from kvjax.experiments.finetuning import documents
 from kvjax.experiments.gate_training import examples
-from kvjax.experiments.gate_training.fitting import Kind, Recipe
+from kvjax.experiments.gate_training.fast_kvzip_learner import FastKVzipLearner
+from kvjax.experiments.gate_training.kvzap_learner import Kind, KVzapLearner
+from kvjax.experiments.gate_training.learner import Learner
 from kvjax.experiments.gate_training.trainer import Trainer
 from kvjax.experiments.inputs import document_inputs, host_inputs, run_inputs
 from kvjax.experiments.report import wording
 from kvjax.experiments.run import multihost, outputs
 from kvjax.experiments.run.sentences import say
+from kvjax.model import Geometry
 from kvjax.prompts import Prompts, bucket
 from kvjax.repeat_request import RepeatRequest
 
@@ -39,6 +44,8 @@ for module in (document_inputs, host_inputs):
   flags.adopt_module_key_flags(module)
 for name in (*run_inputs.ALONE, "seed"):
   flags.declare_key_flag(name)
+
+_FAST_KVZIP = "fast_kvzip"
 
 _OUTPUT = flags.DEFINE_string(
   "output",
@@ -49,8 +56,8 @@ _OUTPUT = flags.DEFINE_string(
 _KIND = flags.DEFINE_enum(
   "kind",
   "mlp",
-  ["mlp", "linear"],
-  "A network with a hidden layer, or a linear map.",
+  ["mlp", "linear", _FAST_KVZIP],
+  "KVzap's network with a hidden layer, its linear map, or Fast KVzip's gates.",
 )
 _HIDDEN = flags.DEFINE_integer(
   "hidden",
@@ -68,19 +75,33 @@ _TOKENS = flags.DEFINE_integer(
   "tokens", 500, "Tokens that are learned of each part.", lower_bound=1
 )
 _EPOCHS = flags.DEFINE_integer(
-  "epochs", 15, "Number of epochs.", lower_bound=1, upper_bound=100_000
+  "epochs",
+  None,
+  "Number of epochs; default: 15, and of Fast KVzip as many as take 5,000 "
+  "steps.",
+  lower_bound=1,
+  upper_bound=100_000,
 )
-_RATE = flags.DEFINE_float("learning_rate", 5e-3, "Maximum learning rate.")
+_RATE = flags.DEFINE_float(
+  "learning_rate",
+  None,
+  "Maximum learning rate; default: 0.005, and of Fast KVzip 0.2.",
+)
 _STEP = flags.DEFINE_integer(
-  "step", 512, "Tokens per step of the optimizer.", lower_bound=1
+  "step",
+  None,
+  "Tokens per step of the optimizer; default: 512, and of Fast KVzip 1,000.",
+  lower_bound=1,
 )
 
 
 def _check_flags() -> None:
   outputs.check_option(_OUTPUT.value)
   refusals.refuse_learning_rate()
-  if _HIDDEN.value is not None and _KIND.value == "linear":
-    raise InputError("A linear map has no hidden layer; leave out --hidden.")
+  if _HIDDEN.value is not None and _KIND.value != "mlp":
+    raise InputError(
+      f"--kind={_KIND.value} has no hidden layer; leave out --hidden."
+    )
 
 
 def _check_length(lm: models.Pretrained) -> None:
@@ -101,8 +122,46 @@ def _check_length(lm: models.Pretrained) -> None:
     )
 
 
+def _learner(lm: models.Pretrained) -> Learner:
+  """What learns the kind of gates that the flags name."""
+  seed, epochs = run_inputs.SEED.value, _EPOCHS.value
+  if _KIND.value == _FAST_KVZIP:
+    return FastKVzipLearner(
+      group=_group(lm.config.geometry),
+      epochs=epochs,
+      learning_rate=_RATE.value or 0.2,
+      batch=_STEP.value or 1000,
+      seed=seed,
+    )
+  return KVzapLearner(
+    kind=cast(Kind, _KIND.value),
+    hidden=_HIDDEN.value or max(1, lm.config.hidden_size // 8),
+    epochs=epochs or 15,
+    learning_rate=_RATE.value or 5e-3,
+    batch=_STEP.value or 512,
+    seed=seed,
+  )
+
+
+def _group(geometry: Geometry) -> int:
+  """Query heads of each KV head.
+
+  Raises:
+    InputError: layers that methods may compress differ in it.
+  """
+  groups = {
+    spec.heads // spec.kv_heads for spec in geometry.layers if spec.compressible
+  }
+  if len(groups) > 1:
+    raise InputError(
+      "A gate of Fast KVzip has as many queries for a KV head in all layers; "
+      f"this model has layers with {' and '.join(map(str, sorted(groups)))}."
+    )
+  return next(iter(groups), 1)
+
+
 def main() -> None:
-  """Trains and writes the networks."""
+  """Trains and writes the gates."""
   _check_flags()
   outputs.check_run(_OUTPUT.value, writes=True)
   texts = document_inputs.read()
@@ -114,19 +173,12 @@ def main() -> None:
       f"{np.mean([len(row) for row in rows]):.0f} tokens"
     )
     cli.announce()
-    recipe = Recipe(
-      cast(Kind, _KIND.value),
-      _HIDDEN.value or max(1, lm.config.hidden_size // 8),
-      _EPOCHS.value,
-      _RATE.value,
-      _STEP.value,
-      run_inputs.SEED.value,
-    )
     digest = documents.digest(Prompts.of(rows))
     multihost.check_same({"documents": digest})
     source = run_inputs.source(digest)
     output = outputs.run_folder(_OUTPUT.value).absolute()
-    summary = Trainer(output, lm, rows, _TOKENS.value, recipe, source).run()
+    learner = _learner(lm)
+    summary = Trainer(output, lm, rows, _TOKENS.value, learner, source).run()
   by_layer = list(summary["r2"].values())
   say(
     f"R2 is {np.mean(by_layer):.3f} on average over "

@@ -14,7 +14,7 @@ from kvjax import files
 from kvjax.engine.replay_targets import replay_targets
 from kvjax.errors import InputError
 from kvjax.experiments.finetuning import documents
-from kvjax.experiments.gate_training.fitting import Examples
+from kvjax.experiments.gate_training.learner import Examples, Learner
 from kvjax.hosts import read
 from kvjax.methods.replay import Replay
 from kvjax.models.pretrained import Pretrained
@@ -30,8 +30,6 @@ _UNLIKE = (
   LookupError,
   safetensors.SafetensorError,
 )
-# Scores of zero have no logarithm.
-_LEAST = float(np.finfo(np.float32).tiny)
 
 
 def rows_of(
@@ -69,7 +67,8 @@ def make(
   row: Sequence[int],
   padded: int,
   count: int,
-  seed: tuple[int, int],
+  number: int,
+  learner: Learner,
 ) -> bytes:
   """Replays a text; returns a file with the pairs of some of its tokens.
 
@@ -78,23 +77,26 @@ def make(
     row: the tokens, with the chat template before them.
     padded: length that all texts are padded to.
     count: maximum number of tokens.
-    seed: seed of the drawn tokens.
+    number: index of the text, which with the learner's seed is that of the
+      drawn tokens.
+    learner: what will learn the pairs.
   """
   request = RepeatRequest.of(lm.text)
   prompts = Prompts.of([list(row)], padded, repeat_request=request)
   # One chunk, so that every query of the replay attends to the whole text.
   width = prompts.tokens.shape[1]
-  replay = Replay(chunk=width, weight="output", of_text=True)
-  targets = replay_targets(lm.model, lm.params, prompts, replay)
-  scores = np.stack(read([x.scores[0] for x in targets.values()]))
+  replay = Replay(chunk=width, weight=learner.weight, of_text=True)
+  layers = replay_targets(lm.model, lm.params, prompts, replay).values()
+  scores = np.stack(read([x.scores[0] for x in layers]))
   replayed = np.flatnonzero(scores[0, 0] >= 0)
-  drawn = np.random.default_rng(seed).permutation(replayed)[:count]
+  random = np.random.default_rng((learner.seed, number))
+  drawn = random.permutation(replayed)[:count]
   places = np.sort(drawn)
-  inputs = np.stack(read([x.inputs[0, places] for x in targets.values()]))
-  logs = np.log(np.maximum(scores[:, :, places], _LEAST))
+  inputs = np.stack(read([x.inputs[0, places] for x in layers]))
+  targets = np.swapaxes(learner.targets(scores[:, :, places]), 1, 2)
   arrays = {
     "inputs": inputs.astype(jnp.bfloat16),
-    "scores": np.ascontiguousarray(np.swapaxes(logs, 1, 2).astype(np.float32)),
+    "targets": np.ascontiguousarray(targets.astype(np.float32)),
   }
   return safetensors.numpy.save(arrays)
 
@@ -129,9 +131,9 @@ def pairs_of(paths: Sequence[pathlib.Path], index: int) -> Examples:
   Raises:
     InputError: see `opened`.
   """
-  inputs, scores = [], []
+  inputs, targets = [], []
   for path in paths:
     with opened(path) as file:
       inputs.append(np.asarray(file.get_slice("inputs")[index], np.float32))
-      scores.append(file.get_slice("scores")[index])
-  return Examples(np.concatenate(inputs), np.concatenate(scores))
+      targets.append(file.get_slice("targets")[index])
+  return Examples(np.concatenate(inputs), np.concatenate(targets))

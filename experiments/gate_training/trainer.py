@@ -1,4 +1,4 @@
-"""Trains the networks of all layers, in steps that resume."""
+"""Trains the gates of all layers, in steps that resume."""
 
 import contextlib
 import dataclasses
@@ -15,13 +15,13 @@ from absl import logging
 
 from kvjax import files
 from kvjax.errors import InputError
-from kvjax.experiments.gate_training import examples, fitting
+from kvjax.experiments.gate_training import examples
+from kvjax.experiments.gate_training.learner import Learner, Weights, mean_r2
 from kvjax.experiments.run import environment, multihost, outputs
 from kvjax.experiments.run.claiming import claim
 from kvjax.experiments.run.processes import Processes
 from kvjax.experiments.run.progress_bar import track
 from kvjax.files import is_present, read_json, write_json
-from kvjax.methods.kvzap_gate import CONFIG, WEIGHTS, KVzapGate
 from kvjax.models.pretrained import Pretrained
 from kvjax.prompts import bucket
 
@@ -33,16 +33,16 @@ _TESTED = 10
 
 @dataclasses.dataclass(frozen=True)
 class Fitted:
-  """The network of a layer.
+  """The gate of a layer.
 
   Attributes:
-    steps: its linear steps.
+    weights: its weights.
     r2: share of the variance that it explains in texts it has not seen.
-    low: its lowest score of these texts.
+    low: its lowest prediction for these texts.
     high: its highest.
   """
 
-  steps: tuple[fitting.Step, ...]
+  weights: Weights
   r2: float
   low: float
   high: float
@@ -63,7 +63,7 @@ class Trainer:
     lm: Pretrained,
     rows: Sequence[Sequence[int]],
     tokens: int,
-    recipe: fitting.Recipe,
+    learner: Learner,
     source: Mapping[str, Any],
   ):
     """Claims a folder.
@@ -73,7 +73,7 @@ class Trainer:
       lm: the model; on a mesh, with the mesh in context.
       rows: tokens of at least two texts.
       tokens: maximum number of tokens that are learned of each.
-      recipe: the hyperparameters.
+      learner: the kind of the gates and its hyperparameters.
       source: identifies the model and the texts.
 
     Raises:
@@ -91,8 +91,8 @@ class Trainer:
     (self._heads,) = heads
     began = time.monotonic()
     self._output, self._lm, self._rows = output, lm, rows
-    self._tokens, self._recipe = tokens, recipe
-    settings = dict(source) | dataclasses.asdict(recipe) | {"tokens": tokens}
+    self._tokens, self._learner = tokens, learner
+    settings = dict(source) | dataclasses.asdict(learner) | {"tokens": tokens}
     self._work = output / ".train_gate"
     multihost.on_first(lambda: self._claim(settings))
     device = environment.device()
@@ -129,7 +129,7 @@ class Trainer:
     ).encode()
 
   def _finish(self) -> bytes:
-    """Writes the networks of all layers, if they are not there, and cleans up.
+    """Writes the gates of all layers, if they are not there, and cleans up.
 
     Returns:
       What validation.json says.
@@ -138,8 +138,8 @@ class Trainer:
     if not self._is_done():
       fitted = {layer: self._read(layer) for layer in self._scored}
       learned, tested = self._split()
-      self._gate(fitted).save(self._output)
-      logging.info("Wrote the networks to %s", self._output)
+      self._save(fitted)
+      logging.info("Wrote the gates to %s", self._output)
       summary = {
         "r2": {str(layer): each.r2 for layer, each in fitted.items()},
         "texts": len(learned),
@@ -156,7 +156,7 @@ class Trainer:
     return [self._work / name for name in names]
 
   def _is_done(self) -> bool:
-    names = CONFIG, WEIGHTS, VALIDATION
+    names = *self._learner.files, VALIDATION
     return all(is_present(self._output / name) for name in names)
 
   def _split(self) -> tuple[list[pathlib.Path], list[pathlib.Path]]:
@@ -185,8 +185,9 @@ class Trainer:
 
     def replay(number: int) -> Iterator[list[bytes]]:
       row, began = self._rows[number], time.monotonic()
-      seed = self._recipe.seed, number
-      content = examples.make(self._lm, row, padded, self._tokens, seed)
+      content = examples.make(
+        self._lm, row, padded, self._tokens, number, self._learner
+      )
       logging.info(
         "Replayed part %d of %d tokens, padded to %d, in %.1f s",
         *(number, len(row), padded, time.monotonic() - began),
@@ -211,18 +212,12 @@ class Trainer:
     if not is_present(path):
       began = time.monotonic()
       learned, tested = self._split()
-      steps = fitting.fit(
-        examples.pairs_of(learned, index), self._recipe, layer
-      )
+      weights = self._learner.fit(examples.pairs_of(learned, index), layer)
       held_out = examples.pairs_of(tested, index)
-      predicted = fitting.predict(steps, held_out.inputs)
-      arrays = {
-        f"{kind}{number}": np.ascontiguousarray(array)
-        for number, step in enumerate(steps)
-        for kind, array in zip(("weight", "bias"), step, strict=True)
-      }
+      predicted = self._learner.predict(weights, held_out.inputs)
+      arrays = {n: np.ascontiguousarray(w) for n, w in weights.items()}
       numbers = {
-        "r2": fitting.mean_r2(predicted, held_out.scores),
+        "r2": mean_r2(predicted, held_out.targets),
         "low": float(predicted.min()),
         "high": float(predicted.max()),
       }
@@ -237,30 +232,17 @@ class Trainer:
     """Reads the file of a layer."""
     with examples.opened(self._layer_file(layer)) as file:
       found = files.parse_json(file.metadata()["numbers"])
-      steps = tuple(
-        (file.get_tensor(f"weight{n}"), file.get_tensor(f"bias{n}"))
-        for n in range(len([*file.keys()]) // 2)
-      )
-      return Fitted(steps, **found)
+      weights = {name: file.get_tensor(name) for name in [*file.keys()]}
+      return Fitted(weights, **found)
 
-  def _gate(self, fitted: Mapping[int, Fitted]) -> KVzapGate:
+  def _save(self, fitted: Mapping[int, Fitted]) -> None:
     """Joins the layers; those that are not scored have zeros."""
-    blank = tuple(
-      (np.zeros_like(weights), np.zeros_like(biases))
-      for weights, biases in next(iter(fitted.values())).steps
-    )
+    some = next(iter(fitted.values())).weights
+    blank = {name: np.zeros_like(weights) for name, weights in some.items()}
     layers = [
-      fitted[layer].steps if layer in fitted else blank
+      fitted[layer].weights if layer in fitted else blank
       for layer in range(self._lm.model.geometry.num_layers)
     ]
-    steps = tuple(
-      (np.stack([w for w, _ in step]), np.stack([b for _, b in step]))
-      for step in zip(*layers, strict=True)
-    )
-    return KVzapGate(
-      steps,
-      (
-        min(each.low for each in fitted.values()),
-        max(each.high for each in fitted.values()),
-      ),
-    )
+    low = min(each.low for each in fitted.values())
+    high = max(each.high for each in fitted.values())
+    self._learner.gate(layers, (low, high)).save(self._output)

@@ -29,8 +29,9 @@ class FastKVzip(GatedMethod):
   Source: Kim et al., arXiv 2601.17668.
 
   Attributes:
-    gate: file with the weights of the model's gates, as they are published, or
-      a folder with one such file.
+    gate: file with the weights of the model's gates, as they are published or
+      as `kvjax train_gate --kind=fast_kvzip` writes them, or a folder with one
+      such file.
     level: heads that share a budget; see `KVzip`.
     sinks: number of first tokens that are kept.
     recent: share of the tokens so far whose last ones are kept, rounded down,
@@ -46,7 +47,8 @@ class FastKVzip(GatedMethod):
   kind: ClassVar[type[FastKVzipGate]] = FastKVzipGate
   missing: ClassVar[str] = (
     "Fast KVzip scores tokens by learned gates; give their file, as in "
-    "fast_kvzip:gate=FILE, which its authors publish."
+    "fast_kvzip:gate=FILE, which its authors publish, or kvjax train_gate "
+    "--kind=fast_kvzip writes."
   )
 
   def __post_init__(self) -> None:

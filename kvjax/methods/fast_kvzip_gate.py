@@ -3,22 +3,26 @@
 import dataclasses
 import os
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import safetensors.numpy
 from jaxtyping import Array, Float, Int
 
+from kvjax import files
 from kvjax.addresses import local
 from kvjax.errors import InputError
 from kvjax.methods.gated import Gate
-from kvjax.methods.stored import read_once
+from kvjax.methods.stored import open_tensors, read_once
 from kvjax.methods.torch_files import read_torch, stack_tensors
 
+# What `FastKVzipGate.save` writes.
+WEIGHTS = "model.safetensors"
 # Number of axes of each weight of a layer.
-_RANKS = {
+RANKS = {
   "q_proj.weight": 2,
   "q_proj.bias": 1,
   "k_proj.weight": 2,
@@ -61,7 +65,8 @@ class FastKVzipGate(Gate):
 
     Args:
       path: a file of https://huggingface.co/Jang-Hyun/Fast-KVzip, such as
-        qwen3-8b/q4_dim16_sink16.pt, or a folder with one such file.
+        qwen3-8b/q4_dim16_sink16.pt, a file of `save`, or a folder with one of
+        them.
 
     Raises:
       InputError: there is no such file, or it has no such weights.
@@ -111,6 +116,22 @@ class FastKVzipGate(Gate):
     beside = jax.nn.logsumexp(others * size**-0.5, axis=-1)
     return jnp.mean(jax.nn.sigmoid(own - beside), axis=2)
 
+  def save(self, folder: pathlib.Path) -> None:
+    """Writes model.safetensors in a folder, which must exist.
+
+    Its tensors are layers.0.b and so on, by the names of the published file.
+
+    Raises:
+      InputError: the file cannot be written.
+    """
+    tensors = {
+      f"layers.{layer}.{name}": np.ascontiguousarray(of_layer)
+      for name, array in self.weights.items()
+      for layer, of_layer in enumerate(array)
+    }
+    content = safetensors.numpy.save(tensors, {"format": "pt"})
+    files.write_bytes(folder / WEIGHTS, content)
+
 
 def _normalize(
   x: Float[Array, "*B P"], gain: Float[Array, " P"]
@@ -126,17 +147,20 @@ def _file(path: str) -> pathlib.Path:
   folder = local(path)
   if not os.path.isdir(folder):  # False for names that are too long
     return folder
-  found = sorted(folder.glob("*.pt"))
+  found = sorted({*folder.glob("*.pt"), *folder.glob(WEIGHTS)})
   if len(found) != 1:
     raise InputError(
-      f"{folder} has {len(found)} files named *.pt; name one that is published "
-      "for Fast KVzip."
+      f"{folder} has {len(found)} files named *.pt or {WEIGHTS}; name one that "
+      "is published for Fast KVzip, or that kvjax train_gate --kind=fast_kvzip "
+      "has written."
     )
   return found[0]
 
 
-def _read(file: pathlib.Path) -> FastKVzipGate:
-  """Reads the weights of all layers."""
+def _layers(file: pathlib.Path) -> Sequence[Any]:
+  """Reads what a file has for each layer."""
+  if file.suffix == ".safetensors":
+    return _saved_layers(file)
   content = read_torch(file)
   layers = content.get("module") if isinstance(content, dict) else None
   if not isinstance(layers, list) or not layers:
@@ -144,8 +168,31 @@ def _read(file: pathlib.Path) -> FastKVzipGate:
       f"{file} has no list of layers named module, as the files that are "
       "published for Fast KVzip have."
     )
+  return layers
+
+
+def _saved_layers(file: pathlib.Path) -> Sequence[Mapping[str, Any]]:
+  """Reads what `FastKVzipGate.save` writes."""
+  with open_tensors(file) as opened:
+    present = {*opened.keys()}
+    layers: list[Mapping[str, Any]] = []
+    while f"layers.{len(layers)}.b" in present:
+      start = f"layers.{len(layers)}."
+      names = [name for name in RANKS if start + name in present]
+      layers.append({name: opened.get_tensor(start + name) for name in names})
+  if not layers:
+    raise InputError(
+      f"{file} has no layers.0.b; kvjax train_gate --kind=fast_kvzip writes "
+      "such a file."
+    )
+  return layers
+
+
+def _read(file: pathlib.Path) -> FastKVzipGate:
+  """Reads the weights of all layers."""
+  layers = _layers(file)
   weights = {}
-  for name, rank in _RANKS.items():
+  for name, rank in RANKS.items():
     found = [x.get(name) if isinstance(x, dict) else None for x in layers]
     weights[name] = stack_tensors(file, name, found, rank, "layer")
   count, heads, _, group = weights["b"].shape

@@ -11,7 +11,9 @@ import kvjax
 from kvjax.engine.replay_targets import replay_targets
 from kvjax.errors import InputError
 from kvjax.experiments.finetuning import documents
-from kvjax.experiments.gate_training import examples, fitting
+from kvjax.experiments.gate_training import examples
+from kvjax.experiments.gate_training.kvzap_learner import KVzapLearner
+from kvjax.experiments.gate_training.learner import Examples, mean_r2
 from kvjax.experiments.gate_training.trainer import Trainer
 from kvjax.experiments.main import PROGRAMS
 from kvjax.methods.kvzap_gate import KVzapGate
@@ -32,7 +34,7 @@ def folder(tmp_path_factory):
   return inside
 
 
-def recipe(kind="mlp", **changes):
+def learner(kind="mlp", **changes):
   made = {
     "hidden": 24,
     "epochs": 40,
@@ -40,7 +42,7 @@ def recipe(kind="mlp", **changes):
     "batch": 64,
     "seed": 0,
   }
-  return fitting.Recipe(kind, **(made | changes))
+  return KVzapLearner(kind=kind, **(made | changes))
 
 
 def drawn(count, seed=0):
@@ -49,12 +51,12 @@ def drawn(count, seed=0):
   x = random.standard_normal((count, 6))
   y = np.stack([x[:, 0] * x[:, 1], np.abs(x[:, 2]) - x[:, 3]], axis=1) - 7
   inputs = x * np.array([1, 30, 1, 0.1, 1, 5]) + np.arange(6)
-  return fitting.Examples(inputs.astype(np.float32), y.astype(np.float32))
+  return Examples(inputs.astype(np.float32), y.astype(np.float32))
 
 
 def test_ridge_regression_solves_its_equations():
   found = drawn(50)
-  ((weights, biases),) = fitting.fit(found, recipe("linear"), 0)
+  weights, biases = learner("linear").fit(found, 0).values()
   x, y = (np.asarray(a, np.float64) for a in found)
   # The gradient of |y - Wx - b|^2 + |W|^2 is zero.
   left = y - x @ weights.T.astype(np.float64) - biases
@@ -66,9 +68,9 @@ def test_a_hidden_layer_learns_what_a_linear_map_cannot():
   learned, tested = drawn(4000), drawn(500, seed=1)
   found = {}
   for kind in ("mlp", "linear"):
-    steps = fitting.fit(learned, recipe(kind), 3)
-    predicted = fitting.predict(steps, tested.inputs)
-    found[kind] = fitting.mean_r2(predicted, tested.scores)
+    weights = learner(kind).fit(learned, 3)
+    predicted = learner(kind).predict(weights, tested.inputs)
+    found[kind] = mean_r2(predicted, tested.targets)
   assert found["mlp"] > 0.9
   assert found["linear"] < 0.5
 
@@ -76,7 +78,7 @@ def test_a_hidden_layer_learns_what_a_linear_map_cannot():
 def test_a_fit_is_that_of_its_seed_and_layer():
   learned = drawn(200)
   one, same, other, below = (
-    fitting.fit(learned, recipe(epochs=2, seed=seed), layer)[0][0]
+    learner(epochs=2, seed=seed).fit(learned, layer)["weight0"]
     for seed, layer in ((0, 1), (0, 1), (1, 1), (0, 0))
   )
   np.testing.assert_array_equal(one, same)
@@ -128,13 +130,13 @@ def test_the_logarithms_of_these_targets_are_written(tiny, tmp_path):
   request = kvjax.RepeatRequest.of(tiny.text)
   row = [*request.prefix, *range(20, 50)]
   path = tmp_path / "text.safetensors"
-  path.write_bytes(examples.make(tiny, row, 64, 100, (0, 0)))
+  path.write_bytes(examples.make(tiny, row, 64, 100, 0, learner()))
   prompts = kvjax.Prompts.of([row], 64, repeat_request=request)
   replay = Replay(chunk=64, weight="output", of_text=True)
   found = replay_targets(tiny.model, tiny.params, prompts, replay)
   for index, targets in enumerate(found.values()):
     scores = np.asarray(targets.scores)[0, :, len(request.prefix) : len(row)]
-    written = examples.pairs_of([path], index).scores
+    written = examples.pairs_of([path], index).targets
     np.testing.assert_allclose(written, np.log(scores).T, rtol=1e-5)
 
 
@@ -227,10 +229,10 @@ def test_a_stopped_run_goes_on_to_the_same_weights(
     calls.clear()
     caplog.clear()
     output = tmp_path / name
-    made = Trainer(output, tiny, rows, 30, recipe(epochs=3), {})
+    made = Trainer(output, tiny, rows, 30, learner(epochs=3), {})
     with pytest.MonkeyPatch.context() as patch:
       patch.setattr(examples, "make", counted(examples.make, stops_at))
-      patch.setattr(fitting, "fit", counted(fitting.fit, stops_at))
+      patch.setattr(KVzapLearner, "fit", counted(KVzapLearner.fit, stops_at))
       with caplog.at_level("INFO", "absl"):
         return made.run()
 
@@ -284,7 +286,7 @@ def rows(tiny, folder):
 
 def test_a_users_own_files_stay(tiny, rows, tmp_path):
   def train():
-    return Trainer(tmp_path, tiny, rows, 30, recipe(epochs=1), {})
+    return Trainer(tmp_path, tiny, rows, 30, learner(epochs=1), {})
 
   own = [tmp_path / name for name in ("examples", "layers", ".train_gate")]
   for inside in own:
@@ -306,7 +308,7 @@ def test_a_users_own_files_stay(tiny, rows, tmp_path):
 
 def test_a_run_is_done_once_all_of_its_files_are_there(tiny, rows, tmp_path):
   def run():
-    return Trainer(tmp_path, tiny, rows, 30, recipe(epochs=1), {}).run()
+    return Trainer(tmp_path, tiny, rows, 30, learner(epochs=1), {}).run()
 
   first = run()
   written = {path.name for path in tmp_path.iterdir()}
@@ -328,7 +330,7 @@ def test_a_run_is_done_once_all_of_its_files_are_there(tiny, rows, tmp_path):
 )
 @pytest.mark.parametrize("name", ["text-000000", "layer-0000"])
 def test_files_that_no_run_has_written(tiny, rows, tmp_path, name, content):
-  made = Trainer(tmp_path, tiny, rows, 30, recipe(epochs=1), {})
+  made = Trainer(tmp_path, tiny, rows, 30, learner(epochs=1), {})
   work = tmp_path / ".train_gate"
   work.mkdir()
   path = work / f"{name}.safetensors"

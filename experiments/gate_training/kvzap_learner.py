@@ -1,8 +1,9 @@
-"""Fits the network of one layer to the logarithms of scores."""
+"""Learns KVzap's networks: each layer's logarithms of KVzip+ scores."""
 
 import dataclasses
 import functools
-from typing import Literal, NamedTuple
+from collections.abc import Sequence
+from typing import ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,9 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float, Int
 
-from kvjax.calibration.rules import r2
+from kvjax.experiments.gate_training.learner import Examples, Learner, Weights
+from kvjax.methods.kvzap_gate import CONFIG, WEIGHTS, KVzapGate
+from kvjax.methods.replay import Weight
 
 Kind = Literal["mlp", "linear"]
 # Weights [out, in] and biases [out].
@@ -20,84 +23,94 @@ _MOST_NORM = 1.0
 # PyTorch's default.
 _WEIGHT_DECAY = 0.01
 _RIDGE = 1.0
+# Scores of zero have no logarithm.
+_LEAST = float(np.finfo(np.float32).tiny)
 
 
-class Examples(NamedTuple):
-  """What a layer reads, and the logarithm of each KV head's score."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KVzapLearner(Learner):
+  """The hyperparameters of KVzap's networks, and their fit.
 
-  inputs: Float[np.ndarray, "n E"]
-  scores: Float[np.ndarray, "n K"]
-
-
-@dataclasses.dataclass(frozen=True)
-class Recipe:
-  """The hyperparameters; defaults of `train_gate` are those of KVzap's authors.
+  Source: Jegou and Jeblick, arXiv 2601.07891 (KVzap), and their code.
 
   Attributes:
     kind: "mlp" for a hidden layer, or "linear".
     hidden: width of the hidden layer.
-    epochs: passes over the examples.
-    learning_rate: maximum learning rate, which decays as a cosine.
-    batch: examples per step.
-    seed: seed of the weights and of the order of examples.
+    epochs: passes over the examples, in which the learning rate decays as a
+      cosine.
   """
+
+  weight: ClassVar[Weight] = "output"
+  files: ClassVar[Sequence[str]] = (CONFIG, WEIGHTS)
 
   kind: Kind
   hidden: int
   epochs: int
-  learning_rate: float
-  batch: int
-  seed: int
+
+  def targets(
+    self, scores: Float[np.ndarray, "..."]
+  ) -> Float[np.ndarray, "..."]:
+    """Takes the logarithms."""
+    return np.log(np.maximum(scores, _LEAST))
+
+  def fit(self, examples: Examples, layer: int) -> Weights:
+    """Fits a network.
+
+    "linear" is ridge regression. "mlp" minimizes the mean of squares by AdamW.
+    Inputs are standardized for the fit, and the network is that of inputs as
+    they are.
+    """
+    inputs = np.asarray(examples.inputs, np.float64)
+    targets = np.asarray(examples.targets, np.float64)
+    if self.kind == "linear":
+      return _by_name([_ridge(inputs, targets)])
+    center, scale = inputs.mean(axis=0), inputs.std(axis=0)
+    # An input that never changes says nothing.
+    scale = np.where(scale > 0, scale, 1.0)
+    first, second = _train(
+      ((inputs - center) / scale).astype(np.float32),
+      targets.astype(np.float32),
+      self,
+      layer,
+    )
+    weights = first[0] / scale
+    biases = first[1] - weights @ center
+    first = weights.astype(np.float32), biases.astype(np.float32)
+    return _by_name([first, second])
+
+  def predict(
+    self, weights: Weights, inputs: Float[np.ndarray, "n E"]
+  ) -> Float[np.ndarray, "n K"]:
+    """Predicts the logarithms of scores."""
+    steps = tuple((w[None], b[None]) for w, b in _steps(weights))
+    with jax.default_matmul_precision("highest"):
+      found = KVzapGate.predict(
+        steps, jnp.int32(0), jnp.asarray(inputs, jnp.float32)[None]
+      )
+    return np.asarray(found[0]).T
+
+  def gate(
+    self, layers: Sequence[Weights], score_range: tuple[float, float]
+  ) -> KVzapGate:
+    """Joins the networks of all layers."""
+    steps = tuple(
+      (np.stack([w for w, _ in step]), np.stack([b for _, b in step]))
+      for step in zip(*map(_steps, layers), strict=True)
+    )
+    return KVzapGate(steps, score_range)
 
 
-def fit(examples: Examples, recipe: Recipe, layer: int) -> tuple[Step, ...]:
-  """Fits a network; returns its linear steps, in float32.
-
-  "linear" is ridge regression. "mlp" minimizes the mean of squares by AdamW.
-  Inputs are standardized for the fit, and the network is that of inputs as they
-  are.
-
-  Source: Jegou and Jeblick, arXiv 2601.07891 (KVzap), and their code.
-  """
-  inputs = np.asarray(examples.inputs, np.float64)
-  scores = np.asarray(examples.scores, np.float64)
-  if recipe.kind == "linear":
-    return (_ridge(inputs, scores),)
-  center, scale = inputs.mean(axis=0), inputs.std(axis=0)
-  # An input that never changes says nothing.
-  scale = np.where(scale > 0, scale, 1.0)
-  first, second = _train(
-    ((inputs - center) / scale).astype(np.float32),
-    scores.astype(np.float32),
-    recipe,
-    layer,
-  )
-  weights = first[0] / scale
-  biases = first[1] - weights @ center
-  return (weights.astype(np.float32), biases.astype(np.float32)), second
+def _by_name(steps: Sequence[Step]) -> Weights:
+  return {
+    f"{name}{number}": array
+    for number, step in enumerate(steps)
+    for name, array in zip(("weight", "bias"), step, strict=True)
+  }
 
 
-def predict(
-  steps: tuple[Step, ...], inputs: Float[np.ndarray, "n E"]
-) -> Float[np.ndarray, "n K"]:
-  """Predicts the logarithms of scores."""
-  found = jnp.asarray(inputs, jnp.float32)
-  with jax.default_matmul_precision("highest"):
-    for number, (weights, biases) in enumerate(steps):
-      found = jax.nn.gelu(found, approximate=False) if number else found
-      found = found @ jnp.asarray(weights).T + jnp.asarray(biases)[None]
-  return np.asarray(found)
-
-
-def mean_r2(
-  predicted: Float[np.ndarray, "n K"], scores: Float[np.ndarray, "n K"]
-) -> float:
-  """Computes the coefficient of determination, averaged over the heads."""
-  by_head = [
-    r2(ours.astype(np.float64), theirs.astype(np.float64))
-    for ours, theirs in zip(predicted.T, scores.T, strict=True)
-  ]
-  return float(np.mean(by_head))
+def _steps(weights: Weights) -> list[Step]:
+  count = len(weights) // 2
+  return [(weights[f"weight{n}"], weights[f"bias{n}"]) for n in range(count)]
 
 
 def _ridge(
@@ -115,30 +128,33 @@ def _ridge(
 def _train(
   inputs: Float[np.ndarray, "n E"],
   scores: Float[np.ndarray, "n K"],
-  recipe: Recipe,
+  learner: KVzapLearner,
   layer: int,
 ) -> tuple[Step, Step]:
   """Trains a network with a hidden layer on standardized inputs."""
   count, width = inputs.shape
-  batch = min(recipe.batch, count)
+  batch = min(learner.batch, count)
   steps = count // batch
-  draw = np.random.default_rng((recipe.seed, layer))
+  draw = np.random.default_rng((learner.seed, layer))
 
   def uniform(*shape: int, of: int) -> Float[Array, "..."]:
     drawn = draw.uniform(-1.0, 1.0, shape) * of**-0.5
     return jnp.asarray(drawn.astype(np.float32))
 
   weights = (
-    (uniform(recipe.hidden, width, of=width), uniform(recipe.hidden, of=width)),
     (
-      uniform(scores.shape[1], recipe.hidden, of=recipe.hidden),
+      uniform(learner.hidden, width, of=width),
+      uniform(learner.hidden, of=width),
+    ),
+    (
+      uniform(scores.shape[1], learner.hidden, of=learner.hidden),
       jnp.asarray(scores.mean(axis=0)),
     ),
   )
-  schedule = _Schedule(recipe.learning_rate, recipe.epochs * steps)
+  schedule = _Schedule(learner.learning_rate, learner.epochs * steps)
   moments = _optimizer(schedule).init(weights)
   data = jnp.asarray(inputs), jnp.asarray(scores)
-  for _ in range(recipe.epochs):
+  for _ in range(learner.epochs):
     order = draw.permutation(count)[: steps * batch].reshape(steps, batch)
     weights, moments = _epoch(
       weights, moments, *data, jnp.asarray(order, jnp.int32), schedule=schedule
