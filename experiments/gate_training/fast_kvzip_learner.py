@@ -33,7 +33,8 @@ class FastKVzipLearner(Learner):
 
   Source: Kim et al., arXiv 2601.17668, and their code, whose training adds b
   twice; here it is added once, as where the gates are used. The start of the
-  learned keys is ours, as is that of b, at which a head predicts about its mean.
+  learned keys is ours, as is that of b, at which a head predicts about its
+  mean.
 
   Attributes:
     group: G, query heads of a KV head.
