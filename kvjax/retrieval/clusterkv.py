@@ -31,6 +31,10 @@ class ClusterKV(ClusterRetrieval):
   local: int = 0
   dense_layers: tuple[int, ...] = (0, 1)
 
+  def num_queries(self, length: int) -> int:
+    """No queries: clusters depend on keys alone."""
+    return 0
+
   def index(self, prompt: Prompt, budget: KeyBudget) -> Clusters:
     """Clusters the keys."""
     return self.cluster_keys(prompt, prompt.stored_keys)

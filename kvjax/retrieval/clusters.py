@@ -78,10 +78,6 @@ class ClusterRetrieval(Retrieval):
     super().__post_init__()
     check_least(self, clusters=0, cluster_tokens=1, iterations=1)
 
-  def num_queries(self, length: int) -> int:
-    """None: clusters depend on keys alone."""
-    return 0
-
   def cluster_keys(
     self, prompt: Prompt, points: Float[Array, "F D"]
   ) -> Clusters:

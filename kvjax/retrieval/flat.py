@@ -26,7 +26,7 @@ class Flat(Retrieval):
   """
 
   def num_queries(self, length: int) -> int:
-    """None: there is no index."""
+    """No queries: there is no index."""
     return 0
 
   def index(self, prompt: Prompt, budget: KeyBudget) -> None:

@@ -83,7 +83,7 @@ class MagicPIG(Retrieval):
     return regular or super().is_dense(layer)
 
   def num_queries(self, length: int) -> int:
-    """None: the index depends on keys alone."""
+    """No queries: the index depends on keys alone."""
     return 0
 
   def index(self, prompt: Prompt, budget: KeyBudget) -> Tables:

@@ -44,10 +44,6 @@ class Paged(Retrieval):
     super().__post_init__()
     check_least(self, page=1)
 
-  def num_queries(self, length: int) -> int:
-    """None: the index depends on keys alone."""
-    return 0
-
   @property
   def local_range(self) -> tuple[int, int]:
     """From `local` to `local` plus an incomplete page."""
@@ -137,6 +133,10 @@ class Quest(Paged):
 
   dense_layers: tuple[int, ...] = (0, 1)
   group: Group = "head"
+
+  def num_queries(self, length: int) -> int:
+    """No queries: the index depends on keys alone."""
+    return 0
 
   def index(self, prompt: Prompt, budget: KeyBudget) -> Bounds:
     """Computes the bounds of every page."""

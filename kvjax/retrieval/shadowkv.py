@@ -57,6 +57,10 @@ class ShadowKV(Paged):
     super().__post_init__()
     check_least(self, outliers=0)
 
+  def num_queries(self, length: int) -> int:
+    """No queries: the index depends on keys alone."""
+    return 0
+
   def index(self, prompt: Prompt, budget: KeyBudget) -> Landmarks:
     """Computes the means and the outliers."""
     valid = self.to_pages(prompt.stored)

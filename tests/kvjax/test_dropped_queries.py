@@ -15,6 +15,10 @@ from kvjax.engine import prompt_programs, sweeping
 from kvjax.methods import HeadwiseMethod, Traits
 from kvjax.methods.last_queries import window_queries
 from kvjax.registry.registry import METHODS
+from kvjax.retrieval import Selection
+from kvjax.retrieval.clusters import ClusterRetrieval
+from kvjax.retrieval.quest import Paged
+from kvjax.retrieval.sparse_attention import SparseAttention
 from kvjax.testing import TinyModel, check_method, random_activations
 
 MODEL = TinyModel()
@@ -159,6 +163,26 @@ def test_indices_are_the_same_beside_one_that_reads_all(name, monkeypatch):
   (beside, _), _ = kvjax.sweep(MODEL, PARAMS, PROMPTS, [plan, reader])
   assert any(isinstance(layer, SparseLayer) for layer in alone.layers)
   jax.tree.map(np.testing.assert_array_equal, alone, beside)
+
+
+@pytest.mark.parametrize("base", [Paged, ClusterRetrieval])
+def test_an_index_of_its_own_reads_all_queries_unless_it_says(
+  base, monkeypatch
+):
+  monkeypatch.setattr(sweeping, "_QUERIES", 8)
+
+  @dataclasses.dataclass(frozen=True)
+  class Reader(base):
+    def index(self, prompt, budget):
+      return prompt.head.queries
+
+    def retrieve(self, index, queries, store, budget):
+      return Selection(store.list_all(budget.max_keys)[None]), None
+
+  sparse = SparseAttention(Reader(local=1), kvjax.Tokens(4))
+  plan = kvjax.Plan(kvjax.get_method("full"), 1.0, sparse=sparse)
+  cache, _ = kvjax.prefill(MODEL, PARAMS, PROMPTS, plan)
+  assert {x.index.shape[-2] for x in cache.layers} == {LENGTH}
 
 
 def test_a_gradient_does_not_depend_on_how_many_queries_are_held(monkeypatch):
