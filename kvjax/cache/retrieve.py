@@ -49,6 +49,17 @@ def index_all(
   # Others of the sweep may read more.
   queries = retrieval.num_queries(activations.positions.shape[1])
   activations = activations.with_queries(queries)
+  return index_with(retrieval, layer, split, activations, budget)
+
+
+def index_with(
+  retrieval: Retrieval,
+  layer: Int[Array, ""],
+  split: Split,
+  activations: Activations,
+  budget: KeyBudget,
+) -> PyTree[Array]:
+  """Indexes with all queries that are given; see `index_all`."""
   # Methods scale logits by D^-1/2.
   activations = replace(
     activations, queries=activations.attention.rescale(activations.queries)

@@ -280,7 +280,7 @@ class Retrieval(abc.ABC):
   def num_queries(self, length: int) -> int | None:
     """Number of last queries that `index` reads; None, the default, for all.
 
-    A prefill does not hold the others.
+    A prefill does not hold the others. Override it together with `index`.
 
     Args:
       length: S, length of the padded prompt.

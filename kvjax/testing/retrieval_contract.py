@@ -12,7 +12,9 @@ from jaxtyping import Array, Float, Int
 from kvjax.activations import Activations
 from kvjax.cache.cache import Cache
 from kvjax.cache.layers import LayerCache
+from kvjax.cache.retrieve import broadcast_budget, index_with
 from kvjax.cache.sparse import SparseLayer
+from kvjax.cache.splitting import split_tokens
 from kvjax.engine.compression_plan import Plan
 from kvjax.engine.generate import generate, reserve
 from kvjax.engine.prefill import prefill, sweep
@@ -65,6 +67,7 @@ def check_retrieval(retrieval: Retrieval) -> None:
     "is nothing to check; leave one to retrieve from.",
   )
   assert layer is not None
+  _check_queries(retrieval, layer)
   _check_retrieval(retrieval, layer)
   _check_ranking(retrieval, layer)
   _check_caches(retrieval, layer)
@@ -104,16 +107,48 @@ def _retrieve(
   return _Retrieved(result, cache.index, after)
 
 
+def _check_queries(retrieval: Retrieval, layer: int) -> None:
+  """Refuses what is no number of queries, and none if the index reads any."""
+  name, length = type(retrieval).__name__, max(_lengths(retrieval))
+  count = retrieval.num_queries(length)
+  require(
+    count is None or (type(count) is int and count >= 0),
+    f"{name}.num_queries must return a number of the prompt's last queries, or "
+    f"None for all; it returns {count!r}.",
+  )
+  # An index of some queries may depend on all that it is given.
+  if count != 0:
+    return
+  one, other = (
+    checks.all_activations(s, [length, length], length) for s in (0, 7)
+  )
+  counts = jnp.full(2, _READS, jnp.int32)
+  budget = broadcast_budget(counts, checks.KV_HEADS, _READS)
+
+  @jax.jit
+  def index(layer: Int[Array, ""], activations: Activations) -> Any:
+    cache = LayerCache.of(activations.only(()))
+    split = split_tokens(retrieval, cache, _READS)
+    # The checks that follow refuse to leave nothing to retrieve from.
+    return split and index_with(retrieval, layer, split, activations, budget)
+
+  with explain(f"{name} fails to index a prompt"):
+    first, second = (
+      index(jnp.int32(layer), dataclasses.replace(one, queries=x.queries))
+      for x in (one, other)
+    )
+  require(
+    checks.same(first, second),
+    f"The index of {name} reads queries of the prompt, and {name}.num_queries, "
+    "which may be that of a class it derives from, is 0: a prefill drops them; "
+    "return the number of last queries that it reads, or None for all.",
+  )
+
+
 def _check_retrieval(retrieval: Retrieval, layer: int) -> None:
   """Checks retrieval in a single layer."""
   name = type(retrieval).__name__
   lengths, padded = _lengths(retrieval), max(_lengths(retrieval)) + 8
-  queries = retrieval.num_queries(padded)
-  require(
-    queries is None or (type(queries) is int and queries >= 0),
-    f"{name}.num_queries must return a number of the prompt's last queries, or "
-    f"None for all; it returns {queries!r}.",
-  )
   one, other = (checks.all_activations(s, lengths, padded) for s in (0, 7))
   index = jax.jit(_index, static_argnums=0)
   retrieve_compiled = jax.jit(_retrieve)

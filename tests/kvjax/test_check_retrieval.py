@@ -92,7 +92,26 @@ class HalfOfTheQueries(Reading):
     return length / 2
 
 
+@dataclasses.dataclass(frozen=True)
+class ReadingQueries(Reading):
+  """Reads queries in its index, which `Flat` does not."""
+
+  how: str = "sum"
+
+  def index(self, prompt, budget):
+    queries = prompt.head.queries
+    if self.how == "last":
+      return queries[:, -1]
+    return getattr(jnp, self.how)(queries, axis=1)
+
+  def retrieve(self, index, queries, store, budget):
+    return Flat.retrieve(self, None, queries + index, store, budget)
+
+
 NOT_RETRIEVING = {
+  "sum of no queries": (ReadingQueries(), r"reads queries .*num_queries"),
+  "mean of none": (ReadingQueries(how="mean"), r"reads queries .*None for all"),
+  "last of none": (ReadingQueries(how="last"), r"reads queries .*None for all"),
   "half a query": (HalfOfTheQueries(), "a number .* queries, or None"),
   "ranks otherwise": (RankingOthers(local=8), "make `ranking` and `update_of`"),
   "learns otherwise": (LearningOthers(local=8), "With offload=true"),
