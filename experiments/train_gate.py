@@ -15,7 +15,7 @@ instead. With --multihost, hosts that run the same command share the parts, and
 the first one learns.
 
 An interrupted run resumes with the same flags. Sixty parts of 600 tokens take
-SmolLM2-135M about five minutes on two cores.
+SmolLM2-135M about five minutes on two cores, and Fast KVzip's gates fifteen.
 """
 
 from typing import cast

@@ -13,7 +13,7 @@ import page_commands
 import pytest
 import safetensors.numpy
 from adapted import GOLDEN
-from made_up_gates import write_kvzap
+from made_up_gates import write_fast_kvzip, write_kvzap
 from maxtext_trees import maxtext_tree
 
 import kvjax
@@ -245,6 +245,8 @@ def test_methods_that_commands_name_exist(page, tmp_path, monkeypatch):
   for folder in ("results", "results/leaderboard"):
     found.save(f"{folder}/queries.safetensors")
     write_kvzap(f"{folder}/gate", inputs=32, heads=2, layers=2)
+  (tmp_path / "results" / "fast_gate").mkdir()
+  write_fast_kvzip("results/fast_gate/gate.pt", inputs=32, heads=2, layers=2)
   # No bucket can be reached from here.
   text = TEXTS[page].replace("gs://bucket/", "results/")
   for names in re.findall(r"--methods?=([^\s`\"]+)", text):
