@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree, Shaped
 
 from kvjax.heads import Head
-from kvjax.kernels.select import largest, mask_to_slots, slots_to_mask
+from kvjax.kernels.select import mask_to_slots, slots_to_mask
 from kvjax.options.bounds import check_layers, check_least, check_options
 from kvjax.options.budgets import Budget
 from kvjax.struct import static, struct
@@ -397,15 +397,3 @@ class Retrieval(abc.ABC):
     """
     del index, update, real
     return None
-
-
-def best_slots(
-  scores: Float[Array, "*B F"], valid: Bool[Array, "*B F"], budget: KeyBudget
-) -> Int[Array, "*B M"]:
-  """Valid slots with the highest scores, in ascending order, then -1.
-
-  Equal scores prefer the lower slot.
-  """
-  most = min(budget.max_keys, scores.shape[-1])
-  scores = jnp.where(valid, scores, -jnp.inf)
-  return largest(scores, budget.num_keys, most)

@@ -5,15 +5,8 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
-from kvjax.retrieval.base import (
-  KeyBudget,
-  Prompt,
-  Retrieval,
-  Selection,
-  Store,
-  best_slots,
-)
-from kvjax.retrieval.weights import max_attention
+from kvjax.retrieval.base import KeyBudget, Prompt, Retrieval, Selection, Store
+from kvjax.retrieval.weights import best_slots, max_attention
 
 
 @dataclasses.dataclass(frozen=True)

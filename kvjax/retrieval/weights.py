@@ -1,8 +1,11 @@
-"""Attention weights by which retrieval methods rank keys."""
+"""How retrieval methods rank keys: attention weights, and the best slots."""
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax.kernels.select import largest
+from kvjax.retrieval.base import KeyBudget
 
 
 def max_attention(
@@ -35,3 +38,15 @@ def max_weights(
   # Before the maximum: heads are only comparable as weights, not as logits.
   weights = jax.nn.softmax(logits, axis=-1, where=visible)
   return jnp.where(visible, jnp.max(weights, axis=0), -jnp.inf)
+
+
+def best_slots(
+  scores: Float[Array, "*B F"], valid: Bool[Array, "*B F"], budget: KeyBudget
+) -> Int[Array, "*B M"]:
+  """Valid slots with the highest scores, in ascending order, then -1.
+
+  Equal scores prefer the lower slot.
+  """
+  most = min(budget.max_keys, scores.shape[-1])
+  scores = jnp.where(valid, scores, -jnp.inf)
+  return largest(scores, budget.num_keys, most)
