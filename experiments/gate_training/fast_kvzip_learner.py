@@ -3,14 +3,19 @@
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from typing import ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
+from kvjax.experiments.gate_training.descent import (
+  Descent,
+  descend,
+  steps_per_epoch,
+)
 from kvjax.experiments.gate_training.learner import Examples, Learner, Weights
 from kvjax.methods.fast_kvzip_gate import WEIGHTS, FastKVzipGate
 from kvjax.methods.replay import Weight
@@ -58,20 +63,11 @@ class FastKVzipLearner(Learner):
     """Fits a gate."""
     inputs, targets = examples
     draw = np.random.default_rng((self.seed, layer))
-    batch = min(self.batch, len(inputs))
-    by_epoch = len(inputs) // batch
+    by_epoch = steps_per_epoch(len(inputs), self.batch)
     epochs = self.epochs or -(-_STEPS // by_epoch)
-    weights = _start(draw, inputs.shape[1], targets, self.group)
-    schedule = _Schedule(self.learning_rate, epochs * by_epoch)
-    moments = _optimizer(schedule).init(weights)
-    data = jnp.asarray(inputs, jnp.float32), jnp.asarray(targets, jnp.float32)
-    for _ in range(epochs):
-      order = draw.permutation(len(inputs))[: by_epoch * batch]
-      batches = jnp.asarray(order.reshape(by_epoch, batch), jnp.int32)
-      weights, moments = _epoch(
-        weights, moments, *data, batches, schedule=schedule
-      )
-    found: Weights = jax.device_get(weights)
+    start = _start(draw, inputs.shape[1], targets, self.group)
+    descent = Descent(_loss, _optimizer, self.learning_rate)
+    found: Weights = descend(descent, start, examples, self.batch, epochs, draw)
     return found
 
   def predict(
@@ -123,60 +119,26 @@ def _predict(
   return found[0].T
 
 
-class _Schedule(NamedTuple):
-  """Learning rates: a rise, then the peak, half and a quarter of it."""
+def _loss(
+  weights: Mapping[str, Float[Array, "..."]],
+  inputs: Float[Array, "b E"],
+  targets: Float[Array, "b K"],
+) -> Float[Array, ""]:
+  found = jnp.clip(_predict(weights, inputs), _LEAST, 1 - _LEAST)
+  gain = targets * jnp.log(found) + (1 - targets) * jnp.log1p(-found)
+  return -jnp.mean(gain)
 
-  peak: float
-  steps: int
 
-
-def _optimizer(schedule: _Schedule) -> optax.GradientTransformation:
-  peak, steps = schedule
+def _optimizer(rate: float, steps: int) -> optax.GradientTransformation:
+  """Of a learning rate that rises, and is then whole, a half and a quarter."""
   rise = max(1, steps // 100)
   rates = optax.join_schedules(
     [
-      optax.linear_schedule(0.0, peak, rise),
+      optax.linear_schedule(0.0, rate, rise),
       optax.piecewise_constant_schedule(
-        peak, {max(1, steps * share // 4 - rise): 0.5 for share in (2, 3)}
+        rate, {max(1, steps * share // 4 - rise): 0.5 for share in (2, 3)}
       ),
     ],
     [rise],
   )
   return optax.sgd(rates, momentum=_MOMENTUM)
-
-
-@functools.partial(
-  jax.jit, static_argnames="schedule", donate_argnames=("weights", "moments")
-)
-def _epoch(
-  weights: dict[str, Float[Array, "..."]],
-  moments: optax.OptState,
-  inputs: Float[Array, "n E"],
-  targets: Float[Array, "n K"],
-  order: Int[Array, "T b"],
-  *,
-  schedule: _Schedule,
-) -> tuple[dict[str, Float[Array, "..."]], optax.OptState]:
-  """Takes a step for each of T batches of b examples."""
-
-  def loss(
-    weights: dict[str, Float[Array, "..."]], batch: Int[Array, " b"]
-  ) -> Float[Array, ""]:
-    found = _predict(weights, inputs[batch])
-    found = jnp.clip(found, _LEAST, 1 - _LEAST)
-    wanted = targets[batch]
-    gain = wanted * jnp.log(found) + (1 - wanted) * jnp.log1p(-found)
-    return -jnp.mean(gain)
-
-  def step(
-    carry: tuple[dict[str, Float[Array, "..."]], optax.OptState],
-    batch: Int[Array, " b"],
-  ) -> tuple[tuple[dict[str, Float[Array, "..."]], optax.OptState], None]:
-    weights, moments = carry
-    gradients = jax.grad(loss)(weights, batch)
-    with jax.numpy_dtype_promotion("standard"):
-      updates, moments = _optimizer(schedule).update(gradients, moments)
-    return (optax.apply_updates(weights, updates), moments), None
-
-  (weights, moments), _ = jax.lax.scan(step, (weights, moments), order)
-  return weights, moments

@@ -1,16 +1,16 @@
 """Learns KVzap's networks: each layer's logarithms of KVzip+ scores."""
 
 import dataclasses
-import functools
 from collections.abc import Sequence
-from typing import ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
+from kvjax.experiments.gate_training.descent import Descent, descend
 from kvjax.experiments.gate_training.learner import Examples, Learner, Weights
 from kvjax.methods.kvzap_gate import CONFIG, WEIGHTS, KVzapGate
 from kvjax.methods.replay import Weight
@@ -127,91 +127,48 @@ def _ridge(
 
 def _train(
   inputs: Float[np.ndarray, "n E"],
-  scores: Float[np.ndarray, "n K"],
+  targets: Float[np.ndarray, "n K"],
   learner: KVzapLearner,
   layer: int,
 ) -> tuple[Step, Step]:
   """Trains a network with a hidden layer on standardized inputs."""
-  count, width = inputs.shape
-  batch = min(learner.batch, count)
-  steps = count // batch
+  width, hidden = inputs.shape[1], learner.hidden
   draw = np.random.default_rng((learner.seed, layer))
 
   def uniform(*shape: int, of: int) -> Float[Array, "..."]:
     drawn = draw.uniform(-1.0, 1.0, shape) * of**-0.5
     return jnp.asarray(drawn.astype(np.float32))
 
-  weights = (
+  start = (
+    (uniform(hidden, width, of=width), uniform(hidden, of=width)),
     (
-      uniform(learner.hidden, width, of=width),
-      uniform(learner.hidden, of=width),
-    ),
-    (
-      uniform(scores.shape[1], learner.hidden, of=learner.hidden),
-      jnp.asarray(scores.mean(axis=0)),
+      uniform(targets.shape[1], hidden, of=hidden),
+      jnp.asarray(targets.mean(axis=0)),
     ),
   )
-  schedule = _Schedule(learner.learning_rate, learner.epochs * steps)
-  moments = _optimizer(schedule).init(weights)
-  data = jnp.asarray(inputs), jnp.asarray(scores)
-  for _ in range(learner.epochs):
-    order = draw.permutation(count)[: steps * batch].reshape(steps, batch)
-    weights, moments = _epoch(
-      weights, moments, *data, jnp.asarray(order, jnp.int32), schedule=schedule
-    )
-  first, second = jax.device_get(weights)
+  examples = Examples(inputs, targets)
+  descent = Descent(_loss, _optimizer, learner.learning_rate)
+  first, second = descend(
+    descent, start, examples, learner.batch, learner.epochs, draw
+  )
   return first, second
 
 
-class _Schedule(NamedTuple):
-  """Learning rates: cosine decay to zero."""
+def _loss(
+  weights: tuple[tuple[Array, Array], tuple[Array, Array]],
+  inputs: Float[Array, "b E"],
+  targets: Float[Array, "b K"],
+) -> Float[Array, ""]:
+  (first, at_first), (second, at_second) = weights
+  hidden = inputs @ first.T + at_first[None]
+  hidden = jax.nn.gelu(hidden, approximate=False)
+  found = hidden @ second.T + at_second[None]
+  return jnp.mean((found - targets) ** 2)
 
-  peak: float
-  steps: int
 
-
-def _optimizer(schedule: _Schedule) -> optax.GradientTransformation:
-  rates = optax.cosine_decay_schedule(schedule.peak, schedule.steps)
+def _optimizer(rate: float, steps: int) -> optax.GradientTransformation:
+  rates = optax.cosine_decay_schedule(rate, steps)
   return optax.chain(
     optax.clip_by_global_norm(_MOST_NORM),
     optax.adamw(rates, weight_decay=_WEIGHT_DECAY),
   )
-
-
-_Weights = tuple[tuple[Array, Array], tuple[Array, Array]]
-
-
-@functools.partial(
-  jax.jit, static_argnames="schedule", donate_argnames=("weights", "moments")
-)
-def _epoch(
-  weights: _Weights,
-  moments: optax.OptState,
-  inputs: Float[Array, "n E"],
-  scores: Float[Array, "n K"],
-  order: Int[Array, "T b"],
-  *,
-  schedule: _Schedule,
-) -> tuple[_Weights, optax.OptState]:
-  """Takes a step for each of T batches of b examples."""
-
-  def loss(weights: _Weights, batch: Int[Array, " b"]) -> Float[Array, ""]:
-    (first, at_first), (second, at_second) = weights
-    hidden = inputs[batch] @ first.T + at_first[None]
-    hidden = jax.nn.gelu(hidden, approximate=False)
-    found = hidden @ second.T + at_second[None]
-    return jnp.mean((found - scores[batch]) ** 2)
-
-  def step(
-    carry: tuple[_Weights, optax.OptState], batch: Int[Array, " b"]
-  ) -> tuple[tuple[_Weights, optax.OptState], None]:
-    weights, moments = carry
-    gradients = jax.grad(loss)(weights, batch)
-    # Adam's bias correction raises a float to an integer power, a promotion.
-    with jax.numpy_dtype_promotion("standard"):
-      update = _optimizer(schedule).update(gradients, moments, weights)
-    updates, moments = update
-    return (optax.apply_updates(weights, updates), moments), None
-
-  (weights, moments), _ = jax.lax.scan(step, (weights, moments), order)
-  return weights, moments

@@ -6,12 +6,14 @@ import numpy as np
 import pytest
 import replayed
 import safetensors.numpy
+from gate_texts import WORDS, write_texts
 
 import kvjax
 from kvjax.engine.replay_targets import replay_targets
 from kvjax.errors import InputError
 from kvjax.experiments.finetuning import documents
 from kvjax.experiments.gate_training import examples
+from kvjax.experiments.gate_training.fast_kvzip_learner import FastKVzipLearner
 from kvjax.experiments.gate_training.kvzap_learner import KVzapLearner
 from kvjax.experiments.gate_training.learner import Examples, mean_r2
 from kvjax.experiments.gate_training.trainer import Trainer
@@ -21,17 +23,11 @@ from kvjax.methods.replay import Replay
 from kvjax.testing import TinyModel
 
 MODULE = "kvjax.experiments.train_gate"
-WORDS = "the file has been read and so have others near a cellar door".split()
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-  inside = tmp_path_factory.mktemp("documents")
-  random = np.random.default_rng(0)
-  for name in ("a.txt", "b.md"):
-    text = " ".join(random.choice(WORDS, 90))
-    (inside / name).write_text(text, encoding="utf-8")
-  return inside
+  return write_texts(tmp_path_factory.mktemp("documents"))
 
 
 def learner(kind="mlp", **changes):
@@ -126,18 +122,32 @@ def test_targets_are_the_most_that_the_repeated_text_pays():
   assert differing > 3
 
 
-def test_the_logarithms_of_these_targets_are_written(tiny, tmp_path):
+@pytest.mark.parametrize(
+  ("made", "weight", "learned"),
+  [
+    (learner(), "output", np.log),
+    (
+      FastKVzipLearner(group=2, learning_rate=0.2, batch=9, seed=0),
+      "attention",
+      np.asarray,
+    ),
+  ],
+  ids=["kvzap", "fast_kvzip"],
+)
+def test_what_is_learned_of_scores_is_written(
+  made, weight, learned, tiny, tmp_path
+):
   request = kvjax.RepeatRequest.of(tiny.text)
   row = [*request.prefix, *range(20, 50)]
   path = tmp_path / "text.safetensors"
-  path.write_bytes(examples.make(tiny, row, 64, 100, 0, learner()))
+  path.write_bytes(examples.make(tiny, row, 64, 100, 0, made))
   prompts = kvjax.Prompts.of([row], 64, repeat_request=request)
-  replay = Replay(chunk=64, weight="output", of_text=True)
+  replay = Replay(chunk=64, weight=weight, of_text=True)
   found = replay_targets(tiny.model, tiny.params, prompts, replay)
   for index, targets in enumerate(found.values()):
     scores = np.asarray(targets.scores)[0, :, len(request.prefix) : len(row)]
     written = examples.pairs_of([path], index).targets
-    np.testing.assert_allclose(written, np.log(scores).T, rtol=1e-5)
+    np.testing.assert_allclose(written, learned(scores).T, rtol=1e-5)
 
 
 def test_parts_follow_the_template_and_are_of_about_equal_length(tiny):
