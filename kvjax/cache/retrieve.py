@@ -43,23 +43,9 @@ def index_all(
     retrieval: the method.
     layer: index of the layer in the model.
     split: the tokens of the layer.
-    activations: activations of the prompt.
+    activations: activations of the prompt, with the queries that are indexed.
     budget: how many keys each head will retrieve.
   """
-  # Others of the sweep may read more.
-  queries = retrieval.num_queries(activations.positions.shape[1])
-  activations = activations.with_queries(queries)
-  return index_with(retrieval, layer, split, activations, budget)
-
-
-def index_with(
-  retrieval: Retrieval,
-  layer: Int[Array, ""],
-  split: Split,
-  activations: Activations,
-  budget: KeyBudget,
-) -> PyTree[Array]:
-  """Indexes with all queries that are given; see `index_all`."""
   # Methods scale logits by D^-1/2.
   activations = replace(
     activations, queries=activations.attention.rescale(activations.queries)

@@ -87,7 +87,10 @@ class SparseLayer(Layer):
       return None
     kv_heads = cache.positions.shape[1]
     budget = broadcast_budget(count, kv_heads, most)
-    index = index_all(retrieval, layer, split, activations, budget)
+    # Others of the sweep may read more.
+    queries = retrieval.num_queries(activations.positions.shape[1])
+    read = activations.with_queries(queries)
+    index = index_all(retrieval, layer, split, read, budget)
     resident, stored = split.resident(retrieval), split.stored()
     zeros = jnp.zeros_like(cache.lengths)
     indexed = cls(resident, stored, index, count, zeros, most, retrieval)

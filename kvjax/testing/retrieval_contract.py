@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 from kvjax.activations import Activations
 from kvjax.cache.cache import Cache
 from kvjax.cache.layers import LayerCache
-from kvjax.cache.retrieve import broadcast_budget, index_with
+from kvjax.cache.retrieve import broadcast_budget, index_all
 from kvjax.cache.sparse import SparseLayer
 from kvjax.cache.splitting import split_tokens
 from kvjax.engine.compression_plan import Plan
@@ -130,7 +130,7 @@ def _check_queries(retrieval: Retrieval, layer: int) -> None:
     cache = LayerCache.of(activations.only(()))
     split = split_tokens(retrieval, cache, _READS)
     # The checks that follow refuse to leave nothing to retrieve from.
-    return split and index_with(retrieval, layer, split, activations, budget)
+    return split and index_all(retrieval, layer, split, activations, budget)
 
   with explain(f"{name} fails to index a prompt"):
     first, second = (
