@@ -2,9 +2,10 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+from jaxtyping import Array, Bool, Float, Int
 
 # Weight of an answer's first symbol, which requires retrieval; later symbols
 # only continue the copy.
@@ -63,20 +64,20 @@ class Batch(NamedTuple):
   """Rows of one length, with the scored places; arrays of NumPy or JAX.
 
   Attributes:
-    tokens: int32[B, T].
-    place: int32[B, M], the position that predicts the target.
-    target: int32[B, M].
-    weight: float32[B, M], 0 for unused slots.
-    answer: int32[B, M], number of the answer in its row, -1 for none.
-    first: bool[B, M], first symbols, see `Row`.
+    tokens: token ids.
+    place: the position that predicts the target.
+    target: the token that follows it.
+    weight: of the loss, 0 for unused slots.
+    answer: number of the answer in its row, -1 for none.
+    first: first symbols, see `Row`.
   """
 
-  tokens: Any
-  place: Any
-  target: Any
-  weight: Any
-  answer: Any
-  first: Any
+  tokens: Int[Array | np.ndarray, "B T"]
+  place: Int[Array | np.ndarray, "B M"]
+  target: Int[Array | np.ndarray, "B M"]
+  weight: Float[Array | np.ndarray, "B M"]
+  answer: Int[Array | np.ndarray, "B M"]
+  first: Bool[Array | np.ndarray, "B M"]
 
 
 def pack(

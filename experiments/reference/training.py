@@ -86,10 +86,11 @@ def _is_matrix(path: tuple[Any, ...]) -> bool:
 def scored_logits(
   model: DecoderModel,
   params: PyTree,
-  tokens: Int[Array, "B T"],
-  place: Int[Array, "B M"],
+  tokens: Int[Array | np.ndarray, "B T"],
+  place: Int[Array | np.ndarray, "B M"],
 ) -> Float[Array, "B M V"]:
   """Computes logits at the scored places only."""
+  tokens, place = jnp.asarray(tokens), jnp.asarray(place)
   batch, length = tokens.shape
   positions = jnp.broadcast_to(
     jnp.arange(length, dtype=jnp.int32)[None], (batch, length)
