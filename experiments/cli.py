@@ -1,7 +1,6 @@
 """Starts programs and reports user errors."""
 
 import itertools
-import os
 import re
 import signal
 import sys
@@ -101,7 +100,6 @@ def run_on_arguments(
   # Hide JAX's messages about the machine; --verbosity=0 shows them.
   logging.set_verbosity(logging.WARNING)
   warnings.formatwarning = _formatted
-  limit_threads()
   _cache_programs()
 
   def guarded(argv: Sequence[str]) -> None:
@@ -213,17 +211,6 @@ def _is_changed(name: str) -> bool:
   """Whether a flag with a default was given another value."""
   flag = flags.FLAGS[name]
   return flag.default not in (None, flag.value)
-
-
-def limit_threads() -> None:
-  """Makes factorizations of matrices on CPUs run in one thread.
-
-  OpenBLAS reads the variable when it is first used. Its threads wait for each
-  other in matrices as small as a head's: with two of them, leverage scores took
-  60 times as long on two busy cores.
-  """
-  if "OMP_NUM_THREADS" not in os.environ:
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 
 def _cache_programs() -> None:

@@ -11,7 +11,6 @@ from typing import Any
 import jax
 
 import kvjax
-from kvjax.experiments import cli
 from kvjax.experiments.peers.serving import TOKEN_IDS, Memory, serve
 from kvjax.experiments.run import stopwatch
 from kvjax.experiments.timing import (
@@ -135,5 +134,4 @@ class Side:
 
 
 if __name__ == "__main__":
-  cli.limit_threads()
   serve(Side(), DeviceMemory())

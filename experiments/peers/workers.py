@@ -50,11 +50,8 @@ class Worker:
       variables: of its environment, besides those of this process.
     """
     self._name = name
-    # Threads that wait in a loop would take a core from the other worker. The
-    # peer may use OpenBLAS for products, so that our limit is not for it; our
-    # worker sets its own.
+    # Threads that wait in a loop would take a core from the other worker.
     environment = {**os.environ, "OMP_WAIT_POLICY": "passive"}
-    environment.pop("OPENBLAS_NUM_THREADS", None)
     environment |= variables or {}
     # `stop` closes it.
     self._errors = tempfile.TemporaryFile()  # noqa: SIM115

@@ -3,6 +3,7 @@
 import numpy as np
 from jaxtyping import Float
 
+from kvjax import openblas
 from kvjax.calibration.measured import Triples
 
 # Pairs of a measured retention, ascending, and the mean quality there.
@@ -21,6 +22,7 @@ def mean_quality(triples: Triples, weight: Float[np.ndarray, " M"]) -> Shape:
     triples: the measurements, with qualities of at most 1.
     weight: weight of each triple. Retentions without any are left out.
   """
+  openblas.load()
   # Takes half as long to import as JAX.
   from scipy.optimize import isotonic_regression
 

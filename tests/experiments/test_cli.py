@@ -1,6 +1,5 @@
 """What binaries set up before they parse their flags."""
 
-import os
 import sys
 import types
 import warnings
@@ -43,23 +42,6 @@ def test_where_jax_is_told_it_stays(settings):
   cli._cache_programs()
   assert settings.jax_compilation_cache_dir == "gs://bucket/programs"
   assert not hasattr(settings, "jax_compilation_cache_max_size")
-
-
-@pytest.mark.parametrize(("given", "used"), [(None, "1"), ("4", "4")])
-def test_factorizations_have_one_thread_unless_told_otherwise(
-  settings, parsed, monkeypatch, given, used
-):
-  monkeypatch.setattr(app, "run", lambda main, flags_parser: main(["program"]))
-  monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)
-  # Set first, so that it is put back afterwards.
-  monkeypatch.setenv("OPENBLAS_NUM_THREADS", given or "")
-  if given is None:
-    monkeypatch.delenv("OPENBLAS_NUM_THREADS")
-  found = []
-  cli.run_on_arguments(
-    lambda _: found.append(os.environ["OPENBLAS_NUM_THREADS"])
-  )
-  assert found == [used]
 
 
 def test_a_warning_about_the_input_is_shown_as_a_sentence(

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-import scipy.special
 from jaxtyping import Array, Float, Int, PyTree
 
+from kvjax import openblas
 from kvjax.activations import Activations
 from kvjax.engine.forward import (
   attend_to_prompt,
@@ -129,7 +129,16 @@ def weights(
       visible &= ages < options.window
     logits = np.where(visible, logits, -np.inf)
   logits = np.pad(logits, ((0, 0), (0, 1)), constant_values=sink)
-  return scipy.special.softmax(logits, axis=1)[:, :-1]
+  return softmax(logits)[:, :-1]
+
+
+def softmax(logits: Float[np.ndarray, "*A T"]) -> Float[np.ndarray, "*A T"]:
+  """Computes weights along the last axis in the precision of the logits."""
+  openblas.load()
+  from scipy import special
+
+  weights: Float[np.ndarray, "*A T"] = special.softmax(logits, axis=-1)
+  return weights
 
 
 def unit(x: Float[np.ndarray, "*A D"]) -> Float[np.ndarray, "*A D"]:

@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
-import scipy.special
 from jaxtyping import Float
 from matplotlib.figure import Figure
 
@@ -14,7 +13,11 @@ from kvjax.experiments.papers.analyses.neighbors import (
   TOKENS_PER_CENTROID,
   highest,
 )
-from kvjax.experiments.papers.analyses.observed import activations, unit
+from kvjax.experiments.papers.analyses.observed import (
+  activations,
+  softmax,
+  unit,
+)
 from kvjax.experiments.papers.findings import Findings, Subject
 from kvjax.experiments.report import figures
 from kvjax.experiments.report.formats import Table
@@ -133,8 +136,7 @@ def _most_weight(
 ) -> Float[np.ndarray, "Q F"]:
   """Computes weights over all keys, the highest of a group's heads."""
   logits = queries @ keys.T / np.float32(np.sqrt(keys.shape[1]))
-  weights = scipy.special.softmax(logits, axis=-1)
-  return weights.max(axis=0)[:, start:end]
+  return softmax(logits).max(axis=0)[:, start:end]
 
 
 def _most_alike(
