@@ -59,7 +59,8 @@ def append_block(
   Returns:
     Hidden states of the block, and the cache.
   """
-  plan = None if prepared is None else prepared.plan
+  # The cache's own plan also renumbers where it has nothing left to evict.
+  plan = cache.plan if prepared is None else prepared.plan
   # Layers that a method keeps whole have no memory for it.
   evicting = set()
   if prepared is not None:

@@ -2,11 +2,13 @@
 
 import dataclasses
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import kvjax
 from kvjax.engine.compression_plan import Plan
+from kvjax.engine.feed import feed
 from kvjax.errors import InputError
 from kvjax.registry.names import get_method
 from kvjax.testing import TinyModel, kept_positions
@@ -125,6 +127,20 @@ def test_a_stream_is_rotated_anew_at_every_step(block):
       for token in said[row]:
         assert token == np.argmax(last)
         last = stream.step([token])
+
+
+def test_a_stream_that_keeps_all_that_follows_is_rotated_too():
+  """What follows finds the kept tokens as close as without such a plan."""
+  method = get_method("streaming:rerotate=true")
+  later = Plan(method, 1.0, schedule=kvjax.Schedule(every=1))
+  tokens, lengths = jnp.asarray(QUESTIONS.tokens), QUESTIONS.known_lengths
+  read = []
+  for decoding in (None, later):
+    plan = Plan(method, BUDGET, decoding=decoding)
+    cache, _ = kvjax.prefill(MODEL, PARAMS, PROMPTS, plan)
+    cache = kvjax.reserve(cache, tokens.shape[1])
+    read.append(feed(MODEL, PARAMS, cache, tokens, jnp.asarray(lengths))[0])
+  np.testing.assert_allclose(*read, atol=1e-4)
 
 
 @pytest.mark.slow
