@@ -161,7 +161,9 @@ class ProtoKV(Method):
     queries, sinks = self._queries(cache, activations), activations.sinks
     if sinks is not None:
       of_heads = sinks.astype(jnp.float32).reshape(len(keys), -1)
-      sinks = jnp.repeat(of_heads, self.window, axis=1)
+      # A prompt that is shorter than the window has fewer queries.
+      each = queries.shape[2] // of_heads.shape[1]
+      sinks = jnp.repeat(of_heads, each, axis=1)
     rank = functools.partial(self._rank_head, activations.attention)
     # Rows share the random keys: none may depend on its place in the batch.
     return jax.vmap(jax.vmap(rank), in_axes=(0, 0, 0, None, None))(

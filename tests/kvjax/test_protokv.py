@@ -332,3 +332,17 @@ def test_assignment_ignores_the_scale_of_keys(seen):
 def test_wrong_options_are_explained(options, said):
   with pytest.raises(InputError, match=said):
     ProtoKV(**options)
+
+
+@pytest.mark.parametrize("length", [5, 8])
+def test_prompts_up_to_the_window_have_sinks(length):
+  """Layers with sinks keep such a prompt's newest tokens, as others do."""
+  seen = random_activations(31, [length], length)
+  sinks = jnp.zeros(N, jnp.float32)
+  seen = dataclasses.replace(seen, sinks=sinks)
+  method = ProtoKV(score="attn_center")
+  found = method.evaluate(jnp.int32(0), LayerCache.of(seen), seen)
+  budget = LayerBudget(jnp.asarray([3], jnp.int32), length)
+  slots = method.select(found, LayerCache.of(seen), budget)
+  newest = [length - 3, length - 2, length - 1]
+  assert [[int(i) for i in head if i >= 0] for head in slots[0]] == [newest] * K
