@@ -150,12 +150,13 @@ class PooledLayers(TailedLayer):
   def grown_like(self, other: Layer) -> "PooledLayers":
     """Grows to the pool and the tail of another one."""
     assert isinstance(other, PooledLayers)
-    tail = self.tail.grown_like(other.tail)
-    extra = other._span.part - self._span.part
-    if extra <= 0 or self.devices != other.devices:
-      return replace(self, tail=tail)
+    grown = replace(self, tail=self.tail.grown_like(other.tail))
+    if self.devices != other.devices:
+      return grown
+    extra = max(other._span.part - self._span.part, 0)
     pages = self.pages.grow(extra, self.devices)
-    return PooledLayers(pages, tail, max(self.most, other.most), self.devices)
+    # The larger pool need not have the larger layers.
+    return replace(grown, pages=pages, most=max(self.most, other.most))
 
   def place(
     self, place_tree: Callable[[Any, Sequence[str]], Any]

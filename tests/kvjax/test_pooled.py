@@ -94,6 +94,23 @@ def test_each_device_has_its_share_of_the_pages_of_every_layer(axes):
   )
 
 
+def test_a_small_pool_of_uneven_layers_is_joined_with_a_large_one():
+  row = np.random.default_rng(0).integers(0, 64, 200).tolist()
+  prompts = kvjax.Prompts.of([row], repeat_request=REQUEST)
+  model = TinyModel()
+  params = model.init()
+  names = ("simlayerkv:recent=6", 0.55), ("kvzip:chunk=64", 0.6)
+  plans = [kvjax.get_plan(name, share) for name, share in names]
+  caches, _ = kvjax.sweep(model, params, prompts, plans)
+  small, large = (cache.stacks[0] for cache in caches)
+  assert small.pages.heads.size < large.pages.heads.size
+  assert small.most > large.most
+  for joined in (caches, caches[::-1]):
+    stacked = kvjax.stack(joined)
+    for row, cache in enumerate(joined):
+      assert kept_positions(stacked, row) == kept_positions(cache, 0)
+
+
 def test_decoding_moves_no_pages():
   mesh = mesh_of("model:4")
   with jax.set_mesh(mesh):
