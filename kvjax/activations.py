@@ -66,6 +66,8 @@ class Activations:
       are not replayed; given to methods whose traits have a replay.
     weights: what `Method.load` returns, for all layers; set by the engine.
     attention: window, scale and softcap of the layer; set by the engine.
+    decoded: whether these are tokens that were decoded, one per row, and not
+      those of a prompt or a question; set by the engine.
   """
 
   queries: Float[Array, "B N Q D"]
@@ -81,6 +83,7 @@ class Activations:
   replayed: Float[Array, "B N S"] | None = None
   weights: PyTree[Array] = None
   attention: AttentionOptions = static(default=PLAIN)
+  decoded: bool = static(default=False)
 
   def only(self, names: Collection[str]) -> "Activations":
     """Drops the activations of `OPTIONAL` that are not named.

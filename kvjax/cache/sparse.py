@@ -229,12 +229,14 @@ class SparseLayer(Layer):
   ) -> tuple[Float[Array, "B N S Dv"], LayerIndex]:
     resident = attend_partially(self.resident, activations)
     queries = activations.queries
-    single = queries.shape[2] == 1
-    if not single and self.retrieval.turn == "dense":
+    # By what the tokens are, not by their number: a question may be a single
+    # one, with or without padding.
+    if self.retrieval.turn == "dense" and not activations.decoded:
       keys, values = rows.copy()
       stored = replace(self.stored, keys=keys, values=values)
       retrieved = attend_partially(stored, activations)
     else:
+      single = queries.shape[2] == 1
       run = SparseLayer._retrieve_once if single else SparseLayer._retrieve_each
       run = functools.partial(run, options=activations.attention)
       index, retrieved = retrieve_on_mesh(

@@ -193,8 +193,9 @@ def decode(
     tokens = emit(loop)
     # An ended row feeds padding: its tokens and positions stay as they are.
     active = (~loop.ended).astype(jnp.int32)
+    block = loop.token[:, None]
     logits, cache = feed(
-      model, params, loop.cache, loop.token[:, None], active, prepared
+      model, params, loop.cache, block, active, prepared, decoded=True
     )
     # Ended rows go on drawing; `emit` replaces their tokens by -1.
     token, ended = draw(logits, cache.next_positions, loop.ended)

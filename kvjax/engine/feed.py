@@ -25,12 +25,16 @@ def feed(
   tokens: Int[Array, "B S"],
   lengths: Int[Array, " B"],
   prepared: PreparedPlan | None = None,
+  *,
+  decoded: bool = False,
 ) -> tuple[Float[Array, "B V"], Cache]:
   """Appends a block and returns the logits after each row's last token.
 
   Arguments are those of `append_block`.
   """
-  hidden, cache = append_block(model, params, cache, tokens, lengths, prepared)
+  hidden, cache = append_block(
+    model, params, cache, tokens, lengths, prepared, decoded=decoded
+  )
   # A row without tokens reads an arbitrary state, which nobody uses.
   last = jnp.maximum(lengths - 1, 0)[:, None, None]
   last = jnp.take_along_axis(hidden, last, axis=1)[:, 0]
@@ -44,6 +48,8 @@ def append_block(
   tokens: Int[Array, "B S"],
   lengths: Int[Array, " B"],
   prepared: PreparedPlan | None = None,
+  *,
+  decoded: bool = False,
 ) -> tuple[Float[Array, "B S E"], Cache]:
   """Appends a block of tokens, which attend to the cache and to each other.
 
@@ -55,6 +61,7 @@ def append_block(
     lengths: tokens of each row, 0 for none.
     prepared: the plan, if layers evict later; the method then remembers what it
       needs of the block.
+    decoded: whether the block is of decoded tokens, one per row.
 
   Returns:
     Hidden states of the block, and the cache.
@@ -73,6 +80,7 @@ def append_block(
   def step(
     place: Place, stack: Layer, activations: Activations
   ) -> tuple[Float[Array, "B N S Dv"], Layer]:
+    activations = dataclasses.replace(activations, decoded=decoded)
     arrange = arrange_for(activations, plan)
     output, stack = stack.step(activations, place.rank, arrange)
     if prepared is not None and place.stack in evicting:

@@ -233,6 +233,23 @@ def test_a_turn_may_be_dense_and_leaves_the_index_alone():
   jax.tree.map(np.testing.assert_array_equal, layer.index, after.index)
 
 
+def test_a_turn_of_one_token_is_dense_and_a_decoded_token_is_not():
+  first = dataclasses.replace(
+    BLOCK,
+    queries=BLOCK.queries[:, :, :1],
+    keys=BLOCK.keys[:, :, :1],
+    values=BLOCK.values[:, :, :1],
+    keys_unrotated=None,
+    positions=BLOCK.positions[:, :1],
+  )
+  method = dataclasses.replace(SMALL, turn="dense")
+  layer = indexed(method, PROMPT, jnp.asarray(COUNTS, jnp.int32))
+  output, _ = decoded(layer, first)
+  np.testing.assert_allclose(output, dense()[:, :, :1], atol=1e-5)
+  output, _ = decoded(layer, dataclasses.replace(first, decoded=True))
+  np.testing.assert_allclose(output, run("default")[1][:, :, :1], atol=1e-5)
+
+
 def test_padding_of_a_block_changes_nothing():
   counts = jnp.asarray(COUNTS, jnp.int32)
   layer = indexed(SMALL, PROMPT, counts)

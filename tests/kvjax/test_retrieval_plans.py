@@ -1,10 +1,12 @@
 """What plans of retrieval methods may say, and what not."""
 
+import numpy as np
 import pytest
 
 import kvjax
 from kvjax.errors import InputError
 from kvjax.registry.registry import RETRIEVALS
+from kvjax.testing import TinyModel
 
 BUDGET = kvjax.Tokens(10)
 
@@ -50,3 +52,24 @@ def test_presets_say_themselves_how_much_they_read():
   plan = kvjax.get_plan("ctkvr.512", kvjax.Retention(0.1))
   assert plan.sparse.budget == kvjax.Tokens(512)
   assert {r.keys for r in RETRIEVALS.presets.values()} >= {512, 1024}
+
+
+@pytest.mark.parametrize("width", [1, 4])
+def test_a_dense_turn_of_one_token_is_one_with_any_padding(width):
+  """Its query does not count among those that have retrieved."""
+  model = TinyModel()
+  params = model.init()
+  prompts = kvjax.Prompts.of([[*range(60)]])
+  plan = kvjax.get_plan("squeezed:local=4:keys=8:window=4:turn=dense", 1.0)
+  cache, _ = kvjax.prefill(model, params, prompts, plan)
+  question = kvjax.Prompts.of([[7]], width)
+  after = kvjax.generate(
+    model,
+    params,
+    kvjax.reserve(cache, 8),
+    question,
+    kvjax.Decoding(2),
+    keep=True,
+  ).cache
+  (stack,) = after.stacks
+  np.testing.assert_array_equal(stack.index.tokens, 60 + 2)
