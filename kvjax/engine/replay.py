@@ -233,7 +233,9 @@ def common_prefix(
   """Number of first tokens that each row has in common with `ids`."""
   ids = ids[: tokens.shape[1]]
   index = jnp.arange(len(ids), dtype=jnp.int32)[None]
-  same = tokens[:, : len(ids)] == jnp.array(ids, tokens.dtype).reshape(1, -1)
+  # Not in the dtype of the tokens, which may be too narrow for the ids.
+  given = jnp.array(ids, jnp.int32).reshape(1, -1)
+  same = tokens[:, : len(ids)].astype(jnp.int32) == given
   same = same & (index < lengths[:, None])
   common = jnp.cumprod(same, axis=1, dtype=jnp.int32)
   return jnp.sum(common, axis=1, dtype=jnp.int32)

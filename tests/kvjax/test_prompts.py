@@ -4,10 +4,12 @@ import dataclasses
 import warnings
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import kvjax
+from kvjax.engine.replay import common_prefix
 from kvjax.errors import InputError, InputWarning
 from kvjax.testing import TinyModel, kept_positions
 
@@ -144,3 +146,10 @@ def test_lengths_of_any_integers_are_the_same(name, kind):
     return [kept_positions(cache, row) for row in range(2)]
 
   assert kept(kind) == kept("int32")
+
+
+@pytest.mark.usefixtures("untyped")
+def test_tokens_may_be_narrower_than_the_ids_of_a_template():
+  tokens = jnp.array([[5, 290 % 256, 7], [5, 9, 7]], jnp.uint8)
+  found = common_prefix(tokens, jnp.array([3, 1]), ids=(5, 290))
+  np.testing.assert_array_equal(found, [1, 1])
