@@ -25,6 +25,7 @@ from kvjax.model import (
   check_model,
   check_tokens,
 )
+from kvjax.options.bounds import check_count
 from kvjax.prompts import Prompts, check_rows
 
 # Queries of a head whose main direction is computed, as in the authors' code.
@@ -86,8 +87,9 @@ def calibrate_queries(
 
   Raises:
     InputError: these are no rows of token ids, there are too few tokens, or
-      more than the model's context, or some that it does not embed, its layers
-      differ in their heads, or its queries cannot be moved.
+      more than the model's context, or some that it does not embed, `sinks` or
+      `seed` is no whole number of 0 or more, its layers differ in their heads,
+      or its queries cannot be moved.
 
   Examples:
     >>> import kvjax
@@ -100,6 +102,9 @@ def calibrate_queries(
   """
   check_model(model)
   check_rows(rows)
+  # Queries of padding have position -1, and would count.
+  check_count("sinks", sinks, 0)
+  check_count("seed", seed, 0)
   rows = [row for row in rows if len(row) > sinks]
   if sum(len(row) - sinks for row in rows) < 2:
     raise InputError(

@@ -354,3 +354,12 @@ def test_texts_that_say_nothing_are_refused():
     kvjax.calibrate_queries(MODEL, PARAMS, [[1, 2, 3]])
   with pytest.raises(InputError, match="context"):
     kvjax.calibrate_queries(MODEL, PARAMS, [[1] * 5000])
+
+
+@pytest.mark.usefixtures("untyped")
+@pytest.mark.parametrize("name", ["sinks", "seed"])
+@pytest.mark.parametrize("number", [-1, 2.5])
+def test_numbers_are_whole_and_not_negative(name, number):
+  """Below 0, padding would count, whose position is -1."""
+  with pytest.raises(InputError, match=f"{name} must be a whole number, 0 or"):
+    kvjax.calibrate_queries(MODEL, PARAMS, ROWS, **{name: number})
