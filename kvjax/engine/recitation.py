@@ -13,6 +13,7 @@ from kvjax.cache.cache import Cache
 from kvjax.calibration.record import Calibrated
 from kvjax.engine.capacity import check_caches
 from kvjax.engine.compression_plan import Plan
+from kvjax.engine.layer_budgets import check_always_kept
 from kvjax.engine.likelihood import token_nll
 from kvjax.engine.plan_fit import recites
 from kvjax.engine.replay import common_prefix
@@ -20,7 +21,13 @@ from kvjax.engine.sweeping import Requested, sweep_prompts
 from kvjax.errors import InputError, warn
 from kvjax.hosts import read
 from kvjax.methods import FullKV
-from kvjax.model import Model, check_context, check_model, check_tokens
+from kvjax.model import (
+  Geometry,
+  Model,
+  check_context,
+  check_model,
+  check_tokens,
+)
 from kvjax.options.budgets import Retention
 from kvjax.prompts import Prompts, check_batch
 
@@ -125,29 +132,45 @@ def _recite_grid(
   record = budget.calibration
   if record.curve_target(budget.tau) == 1:
     return None
-  shares = [Retention(share, budget.rounding) for share in record.grid]
-  holding = [share for share in shares if _holds_protected(share, prompts)]
   full = Plan(FullKV(), Retention(1.0), per_query_head=plan.per_query_head)
   # What evicts while decoding follows later, and does not recite.
   bare = dataclasses.replace(plan, budget=Retention(1.0), decoding=None)
-  grid = [dataclasses.replace(bare, budget=share) for share in holding]
+  shares = [Retention(share, budget.rounding) for share in record.grid]
+  grid = [dataclasses.replace(bare, budget=share) for share in shares]
   nothing = Requested(likelihood=False, scores=())
-  swept = sweep_prompts(model, params, prompts, [full, *grid], nothing)
-  first, *others = swept.caches
   weights = dict(record.token_weights)
-  found = recited(model, params, prompts, first, others, weights).T
-  missing = len(shares) - len(holding)
-  found = np.pad(found, ((0, 0), (missing, 0)), constant_values=-np.inf)
+  found = np.full((len(prompts.tokens), len(grid)), -np.inf)
+  held = [_held(each, prompts, model.geometry) for each in grid]
+  # One pass, unless a retention holds the protected tokens of some rows only.
+  for rows in filter(any, dict.fromkeys(held)):
+    alike = [number for number, each in enumerate(held) if each == rows]
+    own = _protecting(prompts, rows)
+    plans = [full, *(grid[number] for number in alike)]
+    first, *others = sweep_prompts(model, params, own, plans, nothing).caches
+    recites_now = recited(model, params, own, first, others, weights).T
+    found[np.ix_(np.array(rows), alike)] = recites_now[np.array(rows)]
   return np.where(_counted(prompts, weights)[:, None], found, np.nan)
 
 
-def _holds_protected(share: Retention, prompts: Prompts) -> bool:
-  """Whether it keeps as many tokens of each row as are protected."""
-  if prompts.protected is None:
+def _held(plan: Plan, prompts: Prompts, geometry: Geometry) -> tuple[bool, ...]:
+  """For each row, whether the plan keeps as many tokens as are protected."""
+
+  def holds(row: int) -> bool:
+    try:
+      check_always_kept(plan, prompts.row(row), geometry)
+    except InputError:
+      return False
     return True
-  protected = np.sum(read(prompts.protected), axis=1)
-  kept = [share.num_kept(int(n)) for n in prompts.known_lengths]
-  return bool(np.all(protected <= kept))
+
+  return tuple(map(holds, range(len(prompts.tokens))))
+
+
+def _protecting(prompts: Prompts, rows: Sequence[bool]) -> Prompts:
+  """The prompts, with nothing protected in all but these rows."""
+  if prompts.protected is None:
+    return prompts
+  protected = read(prompts.protected) & np.array(rows)[:, None]
+  return dataclasses.replace(prompts, protected=protected)
 
 
 def _counted(

@@ -185,3 +185,29 @@ def test_retentions_that_cannot_hold_protected_tokens_are_not_chosen():
   prompts = kvjax.Prompts.of(ROWS[:2], None, protected, REQUEST)
   found = kvjax.measured_sweep(MODEL, PARAMS, prompts, [plan])
   assert found.retentions[0].tolist() == [0.4, 0.4]
+
+
+def test_a_row_recites_whatever_its_batch_mates_protect():
+  """What is said of padding protects nothing."""
+  plan = reciting("keydiff", 0.01)
+  protected = np.zeros(PROMPTS.tokens.shape, bool)
+  # 11 of 41 tokens; 0.2 keeps 9 of them.
+  protected[1, :11] = True
+  protected[:, 50:] = True
+  prompts = dataclasses.replace(PROMPTS, protected=protected)
+  found = kvjax.measured_sweep(MODEL, PARAMS, prompts, [plan])
+  assert found.retentions[0].tolist() == [0.2, 0.4, 0.2, 0.2]
+  for row, recited in enumerate(found.features[0].recited):
+    (alone,) = kvjax.measured_sweep(
+      MODEL, PARAMS, prompts.row(row), [plan]
+    ).features
+    np.testing.assert_allclose(recited, alone.recited[0], rtol=1e-4)
+
+
+def test_a_retention_holds_the_protected_tokens_of_every_chunk():
+  plan = reciting("chunked:length=16/keydiff", 0.01)
+  # 5 of 16 tokens; 0.2 keeps 4 of them.
+  protected = [[True] * 5 + [False] * (len(row) - 5) for row in ROWS[:2]]
+  prompts = kvjax.Prompts.of(ROWS[:2], None, protected, REQUEST)
+  found = kvjax.measured_sweep(MODEL, PARAMS, prompts, [plan])
+  assert found.retentions[0].tolist() == [0.4, 0.4]
