@@ -57,7 +57,8 @@ class Prompts:
   Attributes:
     tokens: token ids; arbitrary after the end of a row.
     lengths: number of tokens of each row.
-    protected: mask of the tokens that no method may evict, if there are any.
+    protected: mask of the tokens that no method may evict, if there are any;
+      of padding it says nothing.
     repeat_request: what precedes the chunks of a prompt that a method replays,
       as KVzip does; by default nothing.
 
@@ -101,6 +102,10 @@ class Prompts:
         f"Lengths must be between 1 and the {width} tokens that rows are "
         f"padded to; they are {lengths.tolist()}."
       )
+    if mask is not None:
+      # What follows a row, a question say, gets the positions of its padding.
+      real = np.arange(width)[None] < lengths[:, None]
+      object.__setattr__(self, "protected", _known(mask) & real)
 
   @classmethod
   def of(

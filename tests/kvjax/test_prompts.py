@@ -148,6 +148,23 @@ def test_lengths_of_any_integers_are_the_same(name, kind):
   assert kept(kind) == kept("int32")
 
 
+def test_what_is_protected_of_padding_protects_nothing_that_follows():
+  mask = np.zeros(PROMPTS.tokens.shape, bool)
+  mask[:, 2] = True
+  padded = mask.copy()
+  padded[1, 9:] = True
+  plan = kvjax.get_plan("keydiff", 9, schedule=kvjax.Schedule(every=2))
+  kept = []
+  for protected in (mask, padded):
+    prompts = dataclasses.replace(PROMPTS, protected=protected)
+    cache, logits = kvjax.prefill(MODEL, PARAMS, prompts, plan)
+    cache = kvjax.reserve(cache, 20)
+    decoding = kvjax.Decoding(20)
+    turn = kvjax.generate(MODEL, PARAMS, cache, logits, decoding, keep=True)
+    kept.append(kept_positions(turn.cache, 1))
+  assert kept[0] == kept[1]
+
+
 @pytest.mark.usefixtures("untyped")
 def test_tokens_may_be_narrower_than_the_ids_of_a_template():
   tokens = jnp.array([[5, 290 % 256, 7], [5, 9, 7]], jnp.uint8)
