@@ -146,7 +146,9 @@ def check_blocks(subject: Subject) -> None:
   method, name = subject.method, subject.name
   reason = subject.traits.whole_prompts_only
   plans = []
-  for budget in _BUDGETS:
+  # Repeated evictions must have room for more than what always stays.
+  always = subject.traits.protects + subject.traits.sinks
+  for budget in (Tokens(max(12, always + 4)), Retention(0.5)):
     try:
       plans.append(Plan(method, budget, schedule=_SCHEDULE))
     except InputError as error:

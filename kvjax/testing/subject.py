@@ -50,10 +50,11 @@ class Subject:
     self.exact = not self.traits.coarse
     chosen = (n for n in range(_MOST_LAYERS) if not self.traits.keeps_layer(n))
     self.layer = next(chosen, None)
-    # Even the shortest row, half of it, is longer than the window, and has
-    # queries that the method does not read.
+    # Even the shortest row, half of it, is longer than the window and what
+    # always stays, and has queries that the method does not read.
     traits = self.traits
-    last = max(traits.window, traits.protects, traits.queries or 0)
+    always = traits.protects + traits.sinks
+    last = max(traits.window, always, traits.queries or 0)
     longest = max(56, 3 * last)
     self.lengths = [longest, longest // 2, longest * 2 // 3]
     self.padded = longest + 8

@@ -18,6 +18,8 @@ from kvjax.methods import FullKV
 from kvjax.model import Geometry, LayerSpec
 from kvjax.registry.registry import METHODS, recipe_of
 from kvjax.testing import TinyModel, kept_positions, poison_cache
+from kvjax.testing.engine_contract import check_blocks
+from kvjax.testing.subject import Subject
 
 # Half the time to compile, where one layer shows it all.
 SHALLOW = TinyModel(Geometry.uniform(1, 4, 2, 8, 4096))
@@ -269,3 +271,8 @@ def test_a_whole_budget_changes_no_bit():
     jax.tree.map(np.testing.assert_array_equal, cache, caches[full])
   name = "pyramid/snapkv:window=5"
   assert ask(name, caches[plan_of(name, budgets[1])]) == ask(name, caches[full])
+
+
+@pytest.mark.parametrize("name", ["snapkv:window=16", "streaming:sinks=20"])
+def test_methods_that_always_keep_many_tokens_are_checked_in_blocks(name):
+  check_blocks(Subject(kvjax.get_method(name)))
