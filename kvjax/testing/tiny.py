@@ -14,6 +14,7 @@ from kvjax.cache.base import Layer
 from kvjax.cache.cache import Cache
 from kvjax.errors import InputError
 from kvjax.model import Attend, Geometry, LayerSpec, ranks
+from kvjax.placement import is_on_host, to_host
 from kvjax.struct import replace
 
 
@@ -221,9 +222,11 @@ def poison_layer[L: Layer](layer: L) -> L:
     def spoil(x: Array) -> Array:
       # Eight-bit integers have no NaN; their scales get it.
       is_integer = jnp.issubdtype(x.dtype, jnp.integer)
-      return jnp.where(
-        valid, x, jnp.asarray(99 if is_integer else jnp.nan, x.dtype)
+      here = jax.device_put(x, jax.memory.Space.Device)
+      spoiled = jnp.where(
+        valid, here, jnp.asarray(99 if is_integer else jnp.nan, x.dtype)
       )
+      return to_host(spoiled) if is_on_host(x) else spoiled
 
     keys, values = jax.tree.map(spoil, (part.keys, part.values))
     return replace(part, keys=keys, values=values)

@@ -3,11 +3,12 @@
 import dataclasses
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import kvjax
 from kvjax.retrieval import CTkvr, Flat, Selection
-from kvjax.testing import check_retrieval
+from kvjax.testing import TinyModel, check_retrieval, poison_cache
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,5 +139,22 @@ def test_a_retrieval_that_breaks_its_word_is_told_so_in_a_sentence(case):
 
 
 @pytest.mark.slow
-def test_a_retrieval_of_ours_passes():
-  check_retrieval(kvjax.get_retrieval("quest"))
+@pytest.mark.parametrize("name", ["quest", "quest:offload=true"])
+def test_a_retrieval_of_ours_passes(name):
+  check_retrieval(kvjax.get_retrieval(name))
+
+
+def test_empty_slots_of_stored_keys_on_the_host_are_poisoned_there():
+  model = TinyModel()
+  rows = [[*range(40)], [*range(9)]]
+  plan = kvjax.get_plan("flat:sinks=1:local=2:offload=true", 6)
+  cache, _ = kvjax.prefill(model, model.init(), kvjax.Prompts.of(rows), plan)
+  poisoned = poison_cache(cache)
+  assert poisoned.nbytes_by_memory == cache.nbytes_by_memory
+  stored, spoiled = (c.layer(0).stored for c in (cache, poisoned))
+  valid = np.asarray(stored.positions >= 0)
+  assert not valid.all()
+  np.testing.assert_array_equal(
+    np.asarray(spoiled.keys),
+    np.where(valid[..., None], np.asarray(stored.keys), np.nan),
+  )
