@@ -115,8 +115,9 @@ def _follow(spread: Allocation, old: Allocation, new: Allocation) -> Allocation:
 
 def _check_even(label: str, recipe: Recipe) -> None:
   """Refuses to spread a budget, as plans do, in the words of the name."""
-  reason = recipe.method.traits.even
-  if recipe.allocation is not None and reason:
+  if recipe.allocation is None:
+    return
+  if reason := recipe.method.traits.even:
     raise InputError(
       f"The budget of {label} cannot be spread unevenly over layers or heads: "
       f"{reason}."

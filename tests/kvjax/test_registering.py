@@ -112,6 +112,18 @@ def test_values_that_programs_cannot_tell_apart(registry, made, said):
       use()
 
 
+def test_traits_of_another_type_are_refused_by_name_too(registry):
+  @dataclasses.dataclass(frozen=True)
+  class Mapped(Norm):
+    @property
+    def traits(self):
+      return {"sinks": 4}
+
+  kvjax.register("mapped", Mapped)
+  with pytest.raises(InputError, match=r"The traits of Mapped must be .*Trait"):
+    kvjax.get_plan("mapped", 8)
+
+
 def test_what_follows_from_fields_may_be_kept():
   assert kvjax.Plan(Halved(3.0), 8).method._half == 1.5
 
