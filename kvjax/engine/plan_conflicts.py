@@ -14,6 +14,7 @@ from kvjax.methods.traits import Traits
 from kvjax.options.bounds import check_value
 from kvjax.options.budgets import Budget, PerLayer, Threshold
 from kvjax.options.schedules import Schedule
+from kvjax.retrieval.base import Retrieval
 
 
 def check_kinds(method: Any, budget: Any) -> None:
@@ -30,6 +31,11 @@ def check_kinds(method: Any, budget: Any) -> None:
     if isinstance(method, type) and issubclass(method, Method):
       name = method.__name__
       reason = f"{name} is a class: write {name}()"
+    if isinstance(method, Retrieval):
+      reason += (
+        ", and a plan of kvjax.get_method('full') with a budget of 1.0 takes "
+        "this one as sparse=kvjax.SparseAttention(retrieval, keys)"
+      )
     raise InputError(
       "A plan's method is a kvjax.methods.Method, such as "
       f"kvjax.get_method('keydiff'); {reason}."

@@ -353,6 +353,11 @@ def test_mistakes_are_explained(call, said):
     ("keydiff", ALL, "'keydiff' is no such method"),
     (kvjax.get_retrieval("flat"), ALL, r"no such method: kvjax\.get_plan"),
     (
+      kvjax.get_retrieval("flat"),
+      ALL,
+      r"takes this one as sparse=kvjax\.SparseAttention\(retrieval, keys\)",
+    ),
+    (
       KeyDiff,
       ALL,
       r"such as kvjax\.get_.*; KeyDiff is a class: write KeyDiff\(\)",
