@@ -148,9 +148,9 @@ def generate(
   prompt and `every` tokens: room for so many is sufficient for any number of
   turns.
 
-  If the cache's plan evicts while decoding, it does so after the prompt and
-  after every `every` tokens. A retention is then a share of the row's length
-  before the prompt.
+  If the cache's plan evicts while decoding, it does so after the prompt, after
+  every `every` tokens and after the last one. A retention is then a share of
+  the row's length before the prompt.
 
   Given many caches of the same rows, such as those of a sweep, it generates
   from each of them with the same prompts. Caches of one kind are joined

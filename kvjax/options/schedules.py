@@ -17,8 +17,8 @@ class Schedule:
   calls this block prompt processing. With LagKV (arXiv 2504.04704), a first
   block of S + 2 L and blocks of L, it is the paper's chunked prefill.
 
-  With `every`, the method also evicts while decoding, after every `every`
-  tokens that are appended to the cache.
+  With `every`, the method also evicts while decoding: after a question, after
+  every `every` tokens of the answer, and after its last one.
 
   Raises InputError if a size is no whole number of 1 or more, or `first` is
   given without `block`.

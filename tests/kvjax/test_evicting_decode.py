@@ -291,6 +291,14 @@ def test_all_of_everything_stays_all_while_decoding():
   np.testing.assert_array_equal(went_on.tokens, dense.tokens)
 
 
+def test_the_last_token_of_an_answer_is_followed_by_an_eviction():
+  plan = kvjax.get_plan("keydiff", BUDGET, schedule=kvjax.Schedule(every=4))
+  cache, _ = kvjax.prefill(MODEL, PARAMS, PROMPTS, plan)
+  room = kvjax.reserve(cache, 32)
+  _, after = converse(room, QUESTIONS, kvjax.Decoding(6))
+  assert after.lengths.max() == BUDGET.count
+
+
 @pytest.mark.slow
 def test_a_row_that_ends_early_is_left_as_it_would_be_alone():
   schedule = kvjax.Schedule(every=4)
