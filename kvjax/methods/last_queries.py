@@ -10,6 +10,7 @@ from kvjax.errors import InputError
 from kvjax.heads import by_kv_head
 from kvjax.kernels.attention_mass import causal_mass
 from kvjax.methods.softmax import softmax
+from kvjax.options.bounds import check_count
 
 
 def window_queries(
@@ -24,9 +25,10 @@ def window_queries(
       the remaining ones are arbitrary, with position -1.
 
   Raises:
-    InputError: the queries have gone, as the method's traits do not declare
-      that it reads so many.
+    InputError: `window` is no whole number of 1 or more, or the queries have
+      gone, as the method's traits do not declare that it reads so many.
   """
+  check_count("The window of last queries", window)
   stored = cache.window
   if stored is not None and stored.positions.shape[1] >= window:
     first = stored.positions.shape[1] - window

@@ -14,6 +14,7 @@ from kvjax.cache.observation import ObservationWindow
 from kvjax.cache.row_ends import row_ends
 from kvjax.cache.sharding import parse_mesh
 from kvjax.cache.window import WindowLayer
+from kvjax.errors import InputError
 from kvjax.experiments.compilation import chips
 from kvjax.experiments.compilation.engine_programs import compiling_for
 from kvjax.kernels.compiled.collectives import collectives
@@ -34,6 +35,13 @@ def ends_by_hand(x, lengths, size):
   return np.stack(
     [np.take(row, range(at, at + size), axis=axis) for row, at in rows]
   )
+
+
+def test_a_window_without_queries_is_refused():
+  activations = random_activations(0, LENGTHS, PADDED)
+  cache = LayerCache.of(activations)
+  with pytest.raises(InputError, match="whole number, 1 or more; 0 is not"):
+    window_mass(cache, activations, 0)
 
 
 @pytest.mark.parametrize("size", [1, 6, 19, 20])
