@@ -313,9 +313,10 @@ def test_an_allocation_counts_by_layer():
 
 
 def test_a_model_plugs_in(capsys):
-  ((_, code),) = blocks(section("Plug in a model"))
+  (_, code), (_, check) = blocks(section("Plug in a model"))
   names = {}
   exec(code, names)
+  exec(check, names)
   assert isinstance(names["model"], kvjax.Model)
   assert [len(row) for row in names["answers"].rows()] == [5, 5]
   assert capsys.readouterr().out.startswith("[[")

@@ -1,6 +1,7 @@
 """Checks and test data for methods and models, also of other packages."""
 
 from kvjax.testing.contract import check_method as check_method
+from kvjax.testing.model_contract import check_model as check_model
 from kvjax.testing.retrieval_contract import check_retrieval as check_retrieval
 from kvjax.testing.tiny import TinyModel as TinyModel
 from kvjax.testing.tiny import kept_positions as kept_positions
