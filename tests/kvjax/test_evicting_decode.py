@@ -147,8 +147,8 @@ def test_every_step_holds_what_the_budget_says(name, every, block, monkeypatch):
     told.append(np.array(valid))
 
   def watched(change):
-    def run(*args):
-      result = change(*args)
+    def run(*args, **options):
+      result = change(*args, **options)
       cache = result if change is evict_all else result[1]
       jax.debug.callback(tell, cache.lengths, ordered=True)
       return result
