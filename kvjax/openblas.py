@@ -10,10 +10,10 @@ _THREADS = ("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "OMP_NUM_THREADS")
 def load() -> None:
   """Loads it with one thread, unless the environment says how many.
 
-  Its threads wait for each other in matrices as small as a head's: with two of
-  them, leverage scores took 60 times as long on two busy cores. It reads the
-  environment, which is left as it was, only when it is loaded: by this
-  function, or by whoever imports `scipy.linalg` before, as JAX does.
+  Its threads wait for each other in matrices as small as a head's, which takes
+  much longer than one thread does. It reads the environment, which is left as
+  it was, only when it is loaded: by this function, or by whoever imports
+  `scipy.linalg` before, as JAX does for its first factorization.
   """
   if "scipy.linalg" in sys.modules or any(map(os.environ.get, _THREADS)):
     return

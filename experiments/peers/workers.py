@@ -51,8 +51,8 @@ class Worker:
     """
     self._name = name
     # Threads that wait in a loop would take a core from the other worker.
-    environment = {**os.environ, "OMP_WAIT_POLICY": "passive"}
-    environment |= variables or {}
+    passive = {"OMP_WAIT_POLICY": "passive"}
+    environment = {**os.environ, **passive, **(variables or {})}
     # `stop` closes it.
     self._errors = tempfile.TemporaryFile()  # noqa: SIM115
     self._process = subprocess.Popen(

@@ -1,8 +1,10 @@
 """Whether scores of repeated runs differ, or are equal up to a margin."""
 
 import statistics
+import types
 from collections.abc import Mapping, Sequence
 
+from kvjax import openblas
 from kvjax.errors import InputError
 from kvjax.experiments.report import wording
 from kvjax.experiments.report.formats import Table
@@ -74,9 +76,7 @@ def anova(groups: Sequence[Sequence[float]]) -> _Anova:
   """Computes F and p of a one-way analysis of variance."""
   if all(max(group) == min(group) for group in groups):
     return None
-  from scipy import stats  # Takes as long to import as all of this program.
-
-  found = stats.f_oneway(*groups)
+  found = _stats().f_oneway(*groups)
   return float(found.statistic), float(found.pvalue)
 
 
@@ -103,13 +103,20 @@ def equivalence(
   # Rounding leaves a deviation where there is none.
   if statistics.pstdev(differences) < 1e-9 * max(abs(mean), margin):
     return float(abs(mean) >= margin)
-  from scipy import stats  # Takes as long to import as all of this program.
-
+  stats = _stats()
   tests = [
     stats.ttest_1samp(differences, -margin, alternative="greater"),
     stats.ttest_1samp(differences, margin, alternative="less"),
   ]
   return max(float(test.pvalue) for test in tests)
+
+
+def _stats() -> types.ModuleType:
+  """Imports SciPy's tests, which takes as long as all of a program."""
+  openblas.load()
+  from scipy import stats
+
+  return stats
 
 
 def _formatted(found: _Anova) -> list[str]:

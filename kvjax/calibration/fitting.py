@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from kvjax import openblas
 from kvjax.calibration.curve import quality
 from kvjax.calibration.features import NAMES
 from kvjax.calibration.measured import Triples
@@ -250,6 +251,7 @@ def _regress(
   kc = jnp.mean(ends, axis=0)
   columns = jnp.concatenate([jnp.ones_like(kc)[:, None], design], axis=1)
   root = jnp.sqrt(weight)
+  openblas.load()
   # The solution of minimum norm has no slope where a column is zero.
   return jnp.linalg.lstsq(columns * root[:, None], kc * root)[0]
 

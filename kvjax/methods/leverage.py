@@ -8,7 +8,6 @@ from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
 from kvjax import openblas
 from kvjax.kernels.chunks import by_chunk, from_chunks
-from kvjax.kernels.dispatch import target_platform
 from kvjax.kernels.sketch import leverage_rows, sketch
 
 Solver = Literal["svd", "qr", "eig", "chol"]
@@ -100,8 +99,7 @@ def leverage(
     Scores in [0, 1]. They sum to the numerical rank of a chunk, or to less with
     "chol"; zero in empty slots.
   """
-  if target_platform() == "cpu":
-    openblas.load()
+  openblas.load()
   # A longer chunk would only be padded.
   chunk = chunk if chunk < keys.shape[2] else 0
   if factor is not None and factor.shape[2] >= factor.shape[1]:

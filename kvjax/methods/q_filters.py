@@ -6,6 +6,7 @@ from typing import Self
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 
+from kvjax import openblas
 from kvjax.activations import Activations
 from kvjax.cache.layers import LayerCache
 from kvjax.errors import InputError
@@ -108,6 +109,7 @@ def main_directions(queries: Float[Array, "*B S D"]) -> Float[Array, "*B D"]:
   Args:
     queries: float32; those that are zero do not count.
   """
+  openblas.load()
   products = jnp.swapaxes(queries, -1, -2) @ queries
   # In ascending order of eigenvalues.
   direction = jnp.linalg.eigh(products)[1][..., -1]

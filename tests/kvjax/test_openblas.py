@@ -1,6 +1,8 @@
 """OpenBLAS factorizes a head's matrices in one thread."""
 
 import os
+import pathlib
+import re
 import subprocess
 import sys
 
@@ -63,3 +65,21 @@ def test_no_import_loads_it_before(module):
     "assert 'scipy.linalg' not in sys.modules"
   )
   subprocess.run([sys.executable, "-c", source], check=True)
+
+
+def test_whatever_factorizes_loads_it_with_one_thread():
+  root = pathlib.Path(__file__).parents[2]
+  calls = re.compile(
+    r"(jnp|jax\.numpy|jax\.scipy|lax)\.linalg\."
+    r"(?!norm\b)\w+|^\s*(from|import) scipy",
+    re.MULTILINE,
+  )
+  using = {
+    file.name: "openblas.load()" in source
+    for folder in ("kvjax", "experiments", "kernels", "models")
+    for file in (root / folder).rglob("*.py")
+    if calls.search(source := file.read_text())
+  }
+  assert using.keys() >= {"leverage.py", "shape.py", "anova.py"}
+  without = {name for name, loads in using.items() if not loads}
+  assert without == {"openblas.py"}
