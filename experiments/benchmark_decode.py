@@ -57,6 +57,7 @@ from kvjax.experiments.timing import (
   eviction_timing,
   random_models,
 )
+from kvjax.model import Vocabulary
 from kvjax.models.pretrained import Pretrained
 
 for name in (*run_inputs.ALONE, "seed"):
@@ -188,7 +189,7 @@ def _loaded() -> Iterator[tuple[Pretrained, int]]:
 
 def _check_room(lm: Pretrained, given: Mapping[str, int]) -> None:
   """Refuses flags whose tokens together exceed the model's context."""
-  total, limit = sum(given.values()), lm.config.geometry.max_positions
+  total, limit = sum(given.values()), lm.model.geometry.max_positions
   if total > limit:
     flags_of = " and ".join(f"--{name}={n}" for name, n in given.items())
     raise InputError(
@@ -200,7 +201,12 @@ def _check_room(lm: Pretrained, given: Mapping[str, int]) -> None:
 def _contexts(lm: Pretrained, length: int, rows: int) -> kvjax.Prompts:
   """Draws prose with a needle, different in each row, or tokens at random."""
   if lm.tokenizer is None:
-    ids, seed = lm.config.vocab_size, run_inputs.SEED.value
+    if not isinstance(lm.model, Vocabulary):
+      raise InputError(
+        f"{type(lm.model).__name__} has neither a tokenizer nor a "
+        "`vocab_size`, below which tokens are drawn; give it one of them."
+      )
+    ids, seed = lm.model.vocab_size, run_inputs.SEED.value
     return random_models.prompts(ids, rows, length, seed)
   grid = Grid([length], [0.5], rows, run_inputs.SEED.value, lm.text.count)
   (drawn,) = needle_samples(grid).values()

@@ -257,7 +257,7 @@ def _saved_model() -> Iterator[tuple[pathlib.Path, cases.Sizes]]:
       saving.save(lm, folder)
     decoder = lm.params["layers"]
     sizes = cases.Sizes(
-      lm.config.geometry,
+      lm.model.geometry,
       layer_weights=sum(x.size for x in jax.tree.leaves(decoder)),
       head_weights=lm.config.vocab_size * lm.config.hidden_size,
       itemsize=jnp.dtype(dtype).itemsize,
@@ -272,7 +272,7 @@ def _model(dtype: str) -> pretrained.Pretrained:
     return random_models.with_sizes(_SIZES.value, dtype, _LAYERS.value)
   if run_inputs.MODEL.value != _RANDOM:
     return pretrained.load(run_inputs.MODEL.value, dtype)
-  config, model, params = random_models.random_llama(
+  _, model, params = random_models.random_llama(
     dtype,
     vocab_size=8192,
     hidden_size=512,
@@ -283,7 +283,7 @@ def _model(dtype: str) -> pretrained.Pretrained:
     max_position_embeddings=131_072,
     rope_theta=500_000.0,
   )
-  return pretrained.Pretrained(model, params, config, None)
+  return pretrained.Pretrained(model, params)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ _WIDTH = 80
 SUBJECTS = {
   "method_inputs": "Methods and budgets",
   "budget_inputs": "Budgets",
-  "plugin_inputs": "Methods of your own",
+  "plugin_inputs": "Methods and models of your own",
   "benchmark_inputs": "Benchmark",
   "needle_inputs": "Tasks",
   "essay_inputs": "Prose and keys of needles",

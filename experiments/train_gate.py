@@ -20,6 +20,8 @@ SmolLM2-135M about five minutes on two cores, and Fast KVzip's gates fifteen.
 
 from typing import cast
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from absl import flags
 
@@ -106,7 +108,7 @@ def _check_flags() -> None:
 
 def _check_length(lm: models.Pretrained) -> None:
   request = RepeatRequest.of(lm.text)
-  limit = lm.config.geometry.max_positions
+  limit = lm.model.geometry.max_positions
   asked = len(request.first) + len(request.suffix)
 
   def fits(length: int) -> bool:
@@ -122,12 +124,19 @@ def _check_length(lm: models.Pretrained) -> None:
     )
 
 
+def _width(lm: models.Pretrained) -> int:
+  """Returns E, the channels of the hidden states."""
+  token = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+  hidden, _ = jax.eval_shape(lm.model.embed, lm.params, token, token)
+  return int(hidden.shape[-1])
+
+
 def _learner(lm: models.Pretrained) -> Learner:
   """What learns the kind of gates that the flags name."""
   seed, epochs = run_inputs.SEED.value, _EPOCHS.value
   if _KIND.value == _FAST_KVZIP:
     return FastKVzipLearner(
-      group=_group(lm.config.geometry),
+      group=_group(lm.model.geometry),
       epochs=epochs,
       learning_rate=_RATE.value or 0.2,
       batch=_STEP.value or 1000,
@@ -135,7 +144,7 @@ def _learner(lm: models.Pretrained) -> Learner:
     )
   return KVzapLearner(
     kind=cast(Kind, _KIND.value),
-    hidden=_HIDDEN.value or max(1, lm.config.hidden_size // 8),
+    hidden=_HIDDEN.value or max(1, _width(lm) // 8),
     epochs=epochs or 15,
     learning_rate=_RATE.value or 5e-3,
     batch=_STEP.value or 512,

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
+from jaxtyping import PyTree
 
 from kvjax.cache.sharding import check_mesh
 from kvjax.calibration.record import Calibrated
@@ -17,12 +18,12 @@ from kvjax.engine.decode import Decoding
 from kvjax.engine.sampling import GREEDY, Sampling
 from kvjax.errors import InputError, warn
 from kvjax.methods.base import Method
+from kvjax.model import Model
 from kvjax.models.chat import Chat, check_text
 from kvjax.models.config import DecoderConfig
 from kvjax.models.fields import format_value, is_number
-from kvjax.models.language_model import DecoderModel, as_shapes
-from kvjax.models.sharding import param_shardings
-from kvjax.models.sources import Source, find
+from kvjax.models.language_model import DecoderModel
+from kvjax.models.sources import DecoderSource, Source, find
 from kvjax.models.tokenizer import Tokenizer
 from kvjax.options.budgets import Budget, PerLayer, Threshold
 from kvjax.options.schedules import WHOLE, Schedule
@@ -31,6 +32,10 @@ from kvjax.registry.names import get_plan
 from kvjax.repeat_request import RepeatRequest
 
 DTYPES = ("bfloat16", "float32")
+NO_DECODER = (
+  "is a model of another package, and this works with those of the families "
+  "that kvjax has itself"
+)
 # Fields of generation_config.json that change what transformers answers, and
 # the values with which they do not. The others matter where it samples.
 _UNUSED_ALWAYS = {
@@ -54,18 +59,35 @@ class Pretrained:
   Attributes:
     model: the pure functions that the engine calls.
     params: the weights.
-    config: sizes and options.
     tokenizer: text to ids and back, if the directory has one.
     generation: fields of generation_config.json, and the ids of special tokens
       from config.json, preserved for `save`.
   """
 
-  # `repr` leaves out the weights, and what follows from the configuration.
-  model: DecoderModel = dataclasses.field(repr=False)
-  params: nnx.State = dataclasses.field(repr=False)
-  config: DecoderConfig
-  tokenizer: Tokenizer | None
+  model: Model
+  params: PyTree = dataclasses.field(repr=False)
+  tokenizer: Tokenizer | None = None
   generation: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+  @property
+  def decoder(self) -> DecoderModel:
+    """The model, if it is one of kvjax's own.
+
+    Raises:
+      InputError: another package loads models of its family.
+    """
+    if isinstance(self.model, DecoderModel):
+      return self.model
+    raise InputError(f"{type(self.model).__name__} {NO_DECODER}.")
+
+  @property
+  def config(self) -> DecoderConfig:
+    """Sizes and options of a model of kvjax's own.
+
+    Raises:
+      InputError: as for `decoder`.
+    """
+    return self.decoder.config
 
   @property
   def text(self) -> Tokenizer:
@@ -259,10 +281,9 @@ def load(
     6
   """
   source = find(model)
-  config = source.config()
-  tokenizer = source.tokenizer(config)
-  decoder, params = _read_decoder(source, config, dtype, mesh)
-  return Pretrained(decoder, params, config, tokenizer, source.generation())
+  name, tokenizer = _dtype_of(source, dtype, mesh), source.tokenizer()
+  loaded, params = source.load(name, mesh)
+  return Pretrained(loaded, params, tokenizer, source.generation())
 
 
 def load_decoder(
@@ -277,7 +298,9 @@ def load_decoder(
       or not supported.
   """
   source = find(model)
-  return _read_decoder(source, source.config(), dtype, mesh)
+  if not isinstance(source, DecoderSource):
+    raise InputError(f"{source.place} {NO_DECODER}.")
+  return source.load(_dtype_of(source, dtype, mesh), mesh)
 
 
 def name_dtype(dtype: DTypeLike) -> str:
@@ -295,16 +318,10 @@ def name_dtype(dtype: DTypeLike) -> str:
   return name
 
 
-def _read_decoder(
-  source: Source,
-  config: DecoderConfig,
-  dtype: DTypeLike | None,
-  mesh: jax.sharding.Mesh | None,
-) -> tuple[DecoderModel, nnx.State]:
-  dtype = name_dtype(source.dtype if dtype is None else dtype)
-  model, template = as_shapes(config, dtype)
-  shardings = None
+def _dtype_of(
+  source: Source, dtype: DTypeLike | None, mesh: jax.sharding.Mesh | None
+) -> str:
+  """The dtype of a source's weights; refuses others, and meshes of others."""
   if mesh is not None:
     check_mesh(mesh)
-    shardings = param_shardings(template, model.geometry, mesh)
-  return model, source.weights(config, template, shardings)
+  return name_dtype(source.dtype if dtype is None else dtype)

@@ -55,7 +55,7 @@ def save(
 
   Raises:
     InputError: a file cannot be written, there is no such format, or the model
-      has adapters.
+      has adapters or is of another package.
 
   Examples:
     >>> import tempfile
@@ -74,6 +74,8 @@ def save(
       f"There is no format {format!r} of weights; formats are "
       f"{', '.join(FORMATS)}."
     )
+  # Of a model of another package there is nothing to write.
+  _ = pretrained.decoder
   adapters, _ = nnx.split_state(pretrained.params, nnx.LoRAParam, ...)
   if adapters:
     raise InputError(

@@ -1,6 +1,8 @@
 """Sources of models: Hugging Face directories and GGUF files."""
 
+import abc
 import dataclasses
+import functools
 import os
 import pathlib
 import re
@@ -14,13 +16,16 @@ from jaxtyping import PyTree
 from kvjax.addresses import fetch, is_address
 from kvjax.errors import InputError
 from kvjax.files import is_present, read_json, read_json_if_present
-from kvjax.models import catalog
+from kvjax.model import Model
+from kvjax.models import catalog, other_families
 from kvjax.models.config import DecoderConfig
 from kvjax.models.gguf.metadata import read_config
 from kvjax.models.gguf.reader import GgufFile
 from kvjax.models.gguf.tokenizer import read_tokenizer
 from kvjax.models.gguf.weights import open_gguf_tensors
+from kvjax.models.language_model import DecoderModel, as_shapes
 from kvjax.models.orbax_files import read_checkpoint
+from kvjax.models.sharding import param_shardings
 from kvjax.models.tensor_files import has_checkpoint, open_tensors
 from kvjax.models.tokenizer import Tokenizer
 from kvjax.models.weights import read_weights
@@ -48,22 +53,58 @@ class Source(Protocol):
   def dtype(self) -> str:
     """Default dtype of the weights."""
 
-  def config(self) -> DecoderConfig:
-    """Reads the configuration."""
-
-  def tokenizer(self, config: DecoderConfig) -> Tokenizer | None:
+  def tokenizer(self) -> Tokenizer | None:
     """Reads the tokenizer, if there is one."""
 
-  def weights(
-    self,
-    config: DecoderConfig,
-    template: nnx.State,
-    shardings: PyTree[jax.sharding.Sharding] | None = None,
-  ) -> nnx.State:
-    """Reads the weights; see `kvjax.models.weights.read_weights`."""
+  def load(
+    self, dtype: str, mesh: jax.sharding.Mesh | None
+  ) -> tuple[Model, PyTree]:
+    """Makes the model and reads its weights."""
 
   def generation(self) -> Mapping[str, Any]:
     """Reads generation_config.json, and the token ids of config.json."""
+
+
+class DecoderSource(abc.ABC):
+  """A source of a model of `kvjax.models.decoder`."""
+
+  place: pathlib.Path
+
+  @property
+  @abc.abstractmethod
+  def config(self) -> DecoderConfig:
+    """The configuration."""
+
+  @abc.abstractmethod
+  def tokenizer(self) -> Tokenizer | None:
+    """Reads the tokenizer, if there is one."""
+
+  @abc.abstractmethod
+  def weights(
+    self, template: nnx.State, shardings: PyTree[jax.sharding.Sharding] | None
+  ) -> nnx.State:
+    """Reads the weights; see `kvjax.models.weights.read_weights`."""
+
+  def load(
+    self, dtype: str, mesh: jax.sharding.Mesh | None
+  ) -> tuple[DecoderModel, nnx.State]:
+    """Makes the model and reads its weights."""
+    model, template = as_shapes(self.config, dtype)
+    shardings = None
+    if mesh is not None:
+      shardings = param_shardings(template, model.geometry, mesh)
+    return model, self.weights(template, shardings)
+
+  def _check_ids(self, tokenizer: Tokenizer) -> Tokenizer:
+    """Refuses ids that end an answer and are not embedded."""
+    embedded = self.config.vocab_size
+    for token_id in tokenizer.eos_ids:
+      if not 0 <= token_id < embedded:
+        raise InputError(
+          f"In {self.place} an answer ends with the id {token_id} "
+          f"(eos_token_id), but the model embeds {embedded} tokens only."
+        )
+    return tokenizer
 
 
 def find(model: str | os.PathLike[str]) -> Source:
@@ -113,77 +154,89 @@ def find(model: str | os.PathLike[str]) -> Source:
       "path of a Hugging Face directory or a GGUF file, or one of the names "
       f"{', '.join(names)}."
     )
-  return _HuggingFace(place)
+  fields = read_json(place / _CONFIG)
+  other = other_families.find(fields.get("model_type"))
+  return _HuggingFace(place) if other is None else _Other(place, other)
 
 
 @dataclasses.dataclass(frozen=True)
-class _HuggingFace:
+class _HuggingFace(DecoderSource):
   dtype: ClassVar[str] = "bfloat16"
   place: pathlib.Path
 
+  @functools.cached_property
   def config(self) -> DecoderConfig:
     return DecoderConfig.from_hf(read_json(self.place / _CONFIG))
 
-  def tokenizer(self, config: DecoderConfig) -> Tokenizer | None:
-    if not is_present(self.place / "tokenizer.json"):
-      return None
-    tokenizer = Tokenizer.load(self.place, config.vocab_size)
-    _check_ids(tokenizer, self.place, config)
-    return tokenizer
+  def tokenizer(self) -> Tokenizer | None:
+    tokenizer = _read_tokenizer(self.place, self.config.vocab_size)
+    return None if tokenizer is None else self._check_ids(tokenizer)
 
   def weights(
-    self,
-    config: DecoderConfig,
-    template: nnx.State,
-    shardings: PyTree[jax.sharding.Sharding] | None = None,
+    self, template: nnx.State, shardings: PyTree[jax.sharding.Sharding] | None
   ) -> nnx.State:
     if has_checkpoint(self.place):
       return read_checkpoint(self.place, template, shardings)
-    return read_weights(open_tensors(self.place), config, template, shardings)
+    tensors = open_tensors(self.place)
+    return read_weights(tensors, self.config, template, shardings)
 
   def generation(self) -> Mapping[str, Any]:
-    fields = read_json(self.place / _CONFIG)
-    ids = {name: fields[name] for name in TOKEN_IDS if name in fields}
-    return ids | read_json_if_present(self.place / "generation_config.json")
+    return _read_generation(self.place)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Gguf:
+class _Gguf(DecoderSource):
   dtype: ClassVar[str] = "float32"
   file: GgufFile
 
   @property
-  def place(self) -> pathlib.Path:
+  def place(self) -> pathlib.Path:  # type: ignore[override]
     return self.file.path
 
+  @functools.cached_property
   def config(self) -> DecoderConfig:
     return read_config(self.file)
 
-  def tokenizer(self, config: DecoderConfig) -> Tokenizer:
-    tokenizer = read_tokenizer(self.file, config.vocab_size)
-    _check_ids(tokenizer, self.place, config)
-    return tokenizer
+  def tokenizer(self) -> Tokenizer:
+    return self._check_ids(read_tokenizer(self.file, self.config.vocab_size))
 
   def weights(
-    self,
-    config: DecoderConfig,
-    template: nnx.State,
-    shardings: PyTree[jax.sharding.Sharding] | None = None,
+    self, template: nnx.State, shardings: PyTree[jax.sharding.Sharding] | None
   ) -> nnx.State:
-    tensors = open_gguf_tensors(self.file, config)
-    return read_weights(tensors, config, template, shardings)
+    tensors = open_gguf_tensors(self.file, self.config)
+    return read_weights(tensors, self.config, template, shardings)
 
   def generation(self) -> Mapping[str, Any]:
     return {}
 
 
-def _check_ids(
-  tokenizer: Tokenizer, place: pathlib.Path, config: DecoderConfig
-) -> None:
-  """Refuses ids that end an answer and are not embedded."""
-  for token_id in tokenizer.eos_ids:
-    if not 0 <= token_id < config.vocab_size:
-      raise InputError(
-        f"In {place} an answer ends with the id {token_id} (eos_token_id), but "
-        f"the model embeds {config.vocab_size} tokens only."
-      )
+@dataclasses.dataclass(frozen=True)
+class _Other:
+  dtype: ClassVar[str] = "bfloat16"
+  place: pathlib.Path
+  family: other_families.Load
+
+  def tokenizer(self) -> Tokenizer | None:
+    return _read_tokenizer(self.place)
+
+  def load(
+    self, dtype: str, mesh: jax.sharding.Mesh | None
+  ) -> tuple[Model, PyTree]:
+    return other_families.run(self.family, self.place, dtype, mesh)
+
+  def generation(self) -> Mapping[str, Any]:
+    return _read_generation(self.place)
+
+
+def _read_tokenizer(
+  place: pathlib.Path, num_embedded: int | None = None
+) -> Tokenizer | None:
+  if not is_present(place / "tokenizer.json"):
+    return None
+  return Tokenizer.load(place, num_embedded)
+
+
+def _read_generation(place: pathlib.Path) -> Mapping[str, Any]:
+  fields = read_json(place / _CONFIG)
+  ids = {name: fields[name] for name in TOKEN_IDS if name in fields}
+  return ids | read_json_if_present(place / "generation_config.json")

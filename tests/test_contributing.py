@@ -11,6 +11,7 @@ import textwrap
 import numpy as np
 import page_commands
 import pytest
+import safetensors.numpy
 import scoring
 
 import kvjax
@@ -310,6 +311,33 @@ def test_an_allocation_counts_by_layer():
   cache, _ = kvjax.prefill(model, model.init(), prompts, names["plan"])
   assert cache.lengths[:, :, 0].tolist() == [[8, 8], [4, 4]]
   assert [cache.layer(layer).capacity for layer in range(2)] == [8, 4]
+
+
+def test_programs_run_on_a_model(tmp_path, monkeypatch):
+  """By the recipe's files, with weights that are saved as it reads them."""
+  (_, model), _ = blocks(section("Plug in a model"))
+  ((file, family),) = blocks(section("Run programs on your model"))
+  (tmp_path / "small_model.py").write_text(model)
+  (tmp_path / file).write_text(family)
+  directory = tmp_path / "small"
+  directory.mkdir()
+  (directory / "config.json").write_text('{"model_type": "small"}')
+  names = {}
+  exec(model, names)
+  params = names["params"]
+  weights = params["layers"] | {"embedding": params["embedding"]}
+  safetensors.numpy.save_file(
+    {name: np.asarray(array) for name, array in weights.items()},
+    directory / "weights.safetensors",
+  )
+  done = run_in(
+    tmp_path,
+    "-c",
+    "import small, kvjax; lm = kvjax.load('small', 'float32'); "
+    "kvjax.testing.check_model(lm.model, lm.params); print(lm.model)",
+  )
+  assert done.returncode == 0, done.stderr
+  assert done.stdout.endswith("Small()\n")
 
 
 def test_a_model_plugs_in(capsys):

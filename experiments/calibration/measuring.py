@@ -270,7 +270,7 @@ def check(
     check_recitable(lm.model, prefilling.asked_to_repeat(lm, prompt))
   for method in dict.fromkeys(candidate.method for candidate in chosen):
     plans = [c.plan for c in chosen if c.method == method]
-    kept = [prepare(plan, prompt, lm.config.geometry).counts for plan in plans]
+    kept = [prepare(plan, prompt, lm.model.geometry).counts for plan in plans]
     if all(np.all(counts >= longest) for counts in kept):
       raise InputError(
         f"--methods has {method}, which keeps all of {longest} tokens at every "

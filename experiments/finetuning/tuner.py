@@ -91,7 +91,7 @@ class Tuner:
     self._parts = parts
     self._recipe = recipe
     self._model, params = lora.add_adapters(
-      lm.model, lm.params, recipe.rank, recipe.targets, recipe.seed
+      lm.decoder, lm.params, recipe.rank, recipe.targets, recipe.seed
     )
     adapter, self._frozen = lora.split(params)
     self._epoch_steps = documents.steps_per_epoch(parts, recipe.batch)

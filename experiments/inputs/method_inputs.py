@@ -16,6 +16,7 @@ from kvjax.experiments.calibration.record_files import AUTO, FOLDER, Auto
 from kvjax.experiments.inputs import plugin_inputs, run_inputs
 from kvjax.experiments.run import candidates, results
 from kvjax.experiments.run.candidates import Candidate, Given
+from kvjax.experiments.run.model_digest import digest
 from kvjax.experiments.run.prompting import (
   QUERY_AGNOSTIC,
   QUERY_AWARE,
@@ -209,7 +210,7 @@ def _automatic() -> bool:
 def _auto() -> Auto:
   model = run_inputs.model_directory()
   folder = pathlib.Path(_CALIBRATIONS.value or _records_of(model))
-  return Auto.read(_TAU.value, folder, results.digest(model))
+  return Auto.read(_TAU.value, folder, digest(model))
 
 
 def _records_of(model: pathlib.Path) -> pathlib.Path:

@@ -1,9 +1,10 @@
-"""The flag for files that register methods."""
+"""The flag for files that register methods and families of models."""
 
 from absl import flags
 
 PLUGINS = flags.DEFINE_list(
   "plugins",
   None,
-  "Python files of your own that register methods by kvjax.register.",
+  "Python files of your own that register methods by kvjax.register, or "
+  "families of models by kvjax.models.register.",
 )

@@ -15,13 +15,14 @@ from kvjax.cache.sharding import parse_mesh, parse_sizes, split_mesh
 from kvjax.errors import InputError, warn
 from kvjax.experiments.benchmarks import hub
 from kvjax.experiments.inputs.number_lists import parse_numbers
-from kvjax.experiments.run import multihost, results, tuned_tables
+from kvjax.experiments.run import model_digest, multihost, results, tuned_tables
 from kvjax.kernels.mesh_axes import CONTEXT
 from kvjax.models import catalog
+from kvjax.models.config import DecoderConfig
 from kvjax.models.language_model import as_shapes
 from kvjax.models.pretrained import DTYPES
 from kvjax.models.sharding import copies
-from kvjax.models.sources import find
+from kvjax.models.sources import DecoderSource, find
 
 DEFAULT = "smollm2-135m-instruct"
 REFERENCE = catalog.REFERENCE
@@ -30,8 +31,8 @@ MODEL = flags.DEFINE_string(
   "model",
   DEFAULT,
   f"A model that is fetched once, {', '.join(catalog.NAMED)}; the small one "
-  f"that comes with kvjax, {REFERENCE}; a Hugging Face directory; or a GGUF "
-  "file.",
+  f"that comes with kvjax, {REFERENCE}; a Hugging Face directory, or one of a "
+  "family that a file of --plugins registers; or a GGUF file.",
 )
 # More than this are never answered, and do not fit into memory.
 MOST_SAMPLES = 100_000
@@ -74,10 +75,10 @@ _DTYPE = flags.DEFINE_enum(
 )
 
 # The flags of programs that prefill no batches of samples.
-ALONE = ("model", "mesh", "kernels", "kernels_table", "dtype")
+ALONE = ("model", "plugins", "mesh", "kernels", "kernels_table", "dtype")
 
 # It takes seconds per GiB of a model's files.
-_digest = functools.cache(results.digest)
+_digest = functools.cache(model_digest.digest)
 
 
 def settings() -> results.Settings:
@@ -152,7 +153,10 @@ def chosen_table() -> Iterator[None]:
 
 def _split(mesh: jax.sharding.Mesh) -> jax.sharding.Mesh:
   """Splits the axis "model" for the model's KV heads, and warns of copies."""
-  config = find(MODEL.value).config()
+  source = find(MODEL.value)
+  if not isinstance(source, DecoderSource):
+    return mesh
+  config = source.config
   split = split_mesh(mesh, config.num_kv_heads)
   model, weights = as_shapes(config, dtype())
   copied = copies(weights, model.geometry, split)
@@ -163,18 +167,20 @@ def _split(mesh: jax.sharding.Mesh) -> jax.sharding.Mesh:
       "mlp": "the MLP",
       "vocab": f"a vocabulary of {config.vocab_size:,}",
     }
+    more = _more_per_token(config, mesh, split)
     names = " and ".join(whole[a] for a in whole if a in copied.axes)
     warn(
       f"The {mesh.shape['model']} devices of the axis 'model' of --mesh cannot "
       f"share out {names} evenly: some have the same, so that each takes "
-      f"{copied.bytes:,} bytes of weights more{_more_per_token(mesh, split)}."
+      f"{copied.bytes:,} bytes of weights more{more}."
     )
   return split
 
 
-def _more_per_token(mesh: jax.sharding.Mesh, split: jax.sharding.Mesh) -> str:
+def _more_per_token(
+  config: DecoderConfig, mesh: jax.sharding.Mesh, split: jax.sharding.Mesh
+) -> str:
   """Says what a device takes of keys and values that others have, too."""
-  config = find(MODEL.value).config()
   # With "context", a plan's warning says what cannot be shared out.
   if split is mesh or CONTEXT in mesh.shape:
     return ""
@@ -266,7 +272,7 @@ def check_lengths(lm: models.Pretrained, lengths: Sequence[int]) -> None:
   Raises:
     InputError: the longest, with the template, is longer than the context.
   """
-  limit = lm.config.geometry.max_positions
+  limit = lm.model.geometry.max_positions
   template = sum(map(lm.text.count, lm.text.split_chat("")))
   if max(lengths) + template > limit:
     raise InputError(
@@ -285,7 +291,7 @@ def check_part_length(lm: models.Pretrained, length: int) -> None:
   Raises:
     InputError: they are longer than the context.
   """
-  limit = lm.config.geometry.max_positions
+  limit = lm.model.geometry.max_positions
   if length > limit:
     raise InputError(
       f"--length={length} is longer than the context of this model, {limit} "

@@ -254,7 +254,7 @@ def why_left_out(setup: Setup | None, lm: Pretrained) -> str | None:
 
 
 def _longer(lm: Pretrained) -> str:
-  context = lm.config.geometry.max_positions
+  context = lm.model.geometry.max_positions
   return f"longer than the context of this model, {context} tokens"
 
 
@@ -270,7 +270,7 @@ def within_context(setup: Setup, session: Session) -> tuple[Setup, list[str]]:
     return setup, []
   longer = _longer(session.lm)
   if setup.benchmark == "longbench":
-    limit = reader.usual_limit(session.lm.config.geometry.max_positions)
+    limit = reader.usual_limit(session.lm.model.geometry.max_positions)
     note = f"Prompts are cut to {limit} tokens; the experiment's are {longer}."
     return dataclasses.replace(setup, lengths=(limit,)), [note]
   kept = tuple(n for n in setup.lengths if n not in too_long)

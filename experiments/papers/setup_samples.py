@@ -21,8 +21,9 @@ from kvjax.experiments.benchmarks.ruler import generator
 from kvjax.experiments.inputs import run_inputs
 from kvjax.experiments.papers.data_model import Setup
 from kvjax.experiments.papers.findings import Scale
+from kvjax.experiments.run.digests import data_name
 from kvjax.experiments.run.prompting import QUERY_AWARE, Prompt, Protocol
-from kvjax.experiments.run.results import Samples, data_name
+from kvjax.experiments.run.results import Samples
 from kvjax.models.pretrained import Pretrained
 
 

@@ -35,7 +35,7 @@ def as_pretrained(decoder: Decoder) -> pretrained.Pretrained:
   tokenizer = Tokenizer(
     vocabulary.build(), vocabulary.config(training.MAX_POSITIONS)
   )
-  return pretrained.Pretrained(model, params, decoder.config, tokenizer)
+  return pretrained.Pretrained(model, params, tokenizer)
 
 
 def measure(lm: pretrained.Pretrained, seed: int) -> Findings:

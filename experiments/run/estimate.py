@@ -14,6 +14,7 @@ from kvjax.engine.plan_fit import recites
 from kvjax.experiments.run import multihost, stopwatch
 from kvjax.experiments.run.candidates import Candidate
 from kvjax.experiments.run.memory import cache_bytes
+from kvjax.models.language_model import DecoderModel
 from kvjax.models.pretrained import Pretrained
 from kvjax.struct import tree_bytes
 
@@ -131,6 +132,8 @@ class _Sizes(NamedTuple):
 
   @classmethod
   def of(cls, lm: Pretrained) -> "_Sizes":
+    if not isinstance(lm.model, DecoderModel):
+      return cls._of_others(lm)
     config, experts = lm.config, lm.config.experts
     head = config.vocab_size * config.hidden_size
     share = 1.0 if experts is None else experts.per_token / experts.count
@@ -140,6 +143,14 @@ class _Sizes(NamedTuple):
       body += leaf.size * (share if of_experts else 1.0)
     # The embedding is looked up.
     body -= head if config.tie_embeddings else 2 * head
+    return cls(body, head, tree_bytes(lm.params))
+
+  @classmethod
+  def _of_others(cls, lm: Pretrained) -> "_Sizes":
+    """Takes what is not of a layer for the output matrix."""
+    layers = lm.model.layer_weights(lm.params)
+    body = sum(leaf.size for leaf in jax.tree.leaves(layers))
+    head = sum(leaf.size for leaf in jax.tree.leaves(lm.params)) - body
     return cls(body, head, tree_bytes(lm.params))
 
 
@@ -158,7 +169,7 @@ def _prefill(
   # a token of the context on average; gradients also go backward.
   again = sum(3 if backward else 1 for *_, backward in replays)
   attended = 0.0
-  for spec in lm.config.geometry.layers:
+  for spec in lm.model.geometry.layers:
     keys = batch.context / 2
     if spec.window is not None:
       keys = min(keys, spec.window)

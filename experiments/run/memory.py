@@ -65,7 +65,7 @@ def cache_bytes(lm: Pretrained, candidate: Candidate, tokens: int) -> float:
   if isinstance(plan.budget, kvjax.Calibrated) and recites(plan):
     share += sum(plan.budget.calibration.grid)
   total = 0.0
-  for spec in lm.config.geometry.layers:
+  for spec in lm.model.geometry.layers:
     if not spec.cache:
       continue
     heads = spec.heads if plan.per_query_head else spec.kv_heads

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import kvjax
 from kvjax.addresses import local
 from kvjax.allocation.base import Allocation
-from kvjax.experiments.run.results import digest_of
+from kvjax.experiments.run.digests import digest_of
 from kvjax.methods.base import Method
 
 # Of a folder, what methods read; programs may write others there.

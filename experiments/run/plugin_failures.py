@@ -27,9 +27,8 @@ def sentence(error: BaseException) -> str | None:
   said = f": {lines[0][:_SAID].rstrip('.:')}" if lines[0] else ""
   return (
     f"{pathlib.Path(code.co_filename).name}, line {line}, in {code.co_name}: "
-    f"{type(error).__name__}{said}; kvjax.testing.check_method or "
-    "check_retrieval says what a method must do, and --verbosity=0 shows the "
-    "traceback."
+    f"{type(error).__name__}{said}; kvjax.testing checks methods "
+    "and models, and --verbosity=0 shows the traceback."
   )
 
 

@@ -1,4 +1,4 @@
-"""Methods in files of a user's own."""
+"""Methods and models in files of a user's own."""
 
 import ast
 import dataclasses
@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 
 from kvjax import files
 from kvjax.errors import InputError
+from kvjax.models import other_families
 from kvjax.registry.registry import METHODS, RETRIEVALS
 
 # Begins the names of their modules, which end with a digest of the content.
@@ -25,7 +26,7 @@ _INSTALLED = {"site-packages", "dist-packages"}
 
 
 def load(paths: Sequence[str]) -> None:
-  """Runs files; the names of their methods are then known.
+  """Runs files, which register methods and families of models.
 
   Raises:
     InputError: a file is missing, is no Python file, cannot be parsed, or
@@ -62,13 +63,17 @@ def _run(path: pathlib.Path) -> None:
   module = importlib.util.module_from_spec(spec)
   # Dataclasses look their module up.
   sys.modules[name] = module
-  before = {*METHODS, *RETRIEVALS}
+  before = _registered()
   spec.loader.exec_module(module)
-  if {*METHODS, *RETRIEVALS} == before:
+  if _registered() == before:
     raise InputError(
       f'{path} registers no method; call kvjax.register("name", YourClass) at '
-      "its end."
+      "its end, or kvjax.models.register if it loads models."
     )
+
+
+def _registered() -> set[str]:
+  return {*METHODS, *RETRIEVALS, *other_families.LOADS}
 
 
 def origins(value: object) -> Iterator[str]:
@@ -80,14 +85,17 @@ def origins(value: object) -> Iterator[str]:
   """
   if not dataclasses.is_dataclass(value):
     return
-  yield from _files_of(type(value).__module__)
+  yield from files_of(type(value).__module__)
   for field in dataclasses.fields(value):
     yield from origins(getattr(value, field.name))
 
 
 @functools.cache
-def _files_of(module: str) -> tuple[str, ...]:
-  """Names the file of a module of others and those that it imports."""
+def files_of(module: str) -> tuple[str, ...]:
+  """Names the file of a module of others and those that it imports.
+
+  A digest of its content ends each name.
+  """
   if module.partition(".")[0] in _LIBRARIES:
     return ()
   found: dict[str, pathlib.Path] = {}

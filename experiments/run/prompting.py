@@ -147,7 +147,7 @@ def check_context_length(lm: Pretrained, prompts: Sequence[Prompt]) -> None:
   Raises:
     InputError: prompt and answer together do not fit.
   """
-  limit = lm.config.geometry.max_positions
+  limit = lm.model.geometry.max_positions
   longest = max(prompts, key=lambda prompt: prompt.total)
   if longest.total > limit:
     raise InputError(

@@ -1,21 +1,15 @@
 """A resumable folder of answers, written line by line."""
 
 import dataclasses
-import hashlib
 import pathlib
 import platform
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from kvjax.experiments.benchmarks import hub
 from kvjax.experiments.run.line_files import Line, LineFile
 from kvjax.experiments.run.prompting import QUERY_AGNOSTIC, Protocol
 from kvjax.experiments.tasks.sample import Sample
-from kvjax.models.tensor_files import CHECKPOINT, has_checkpoint
 from kvjax.options.schedules import WHOLE
-
-_BLOCKS = 64
-_BLOCK_BYTES = 2**16
 
 
 class Part(NamedTuple):
@@ -40,7 +34,7 @@ class Settings:
 
   Attributes:
     model: name of the model's directory.
-    weights: digest of the model's files, see `digest`.
+    weights: digest of the model's files, see `model_digest`.
     dtype: dtype of weights and computation.
     seed: seed of the samples.
     benchmark: benchmark of the samples.
@@ -190,48 +184,3 @@ class Results(LineFile[Answer]):
   def __init__(self, folder: pathlib.Path, settings: Settings):
     """Reads the existing answers; errors are those of `LineFile`."""
     super().__init__(folder / "samples.jsonl", settings, Answer, "answer")
-
-
-def digest(model: pathlib.Path) -> str:
-  """Hashes the files of a model that affect answers.
-
-  Args:
-    model: a directory, or a GGUF file.
-  """
-  if model.is_file():
-    return digest_of([model])
-  names = ["*.safetensors", "*.json", "*.jinja"]
-  if not (model / "config.json").is_file():
-    names.append("*.gguf")
-  if has_checkpoint(model):
-    names.append(f"{CHECKPOINT}/**/*")
-  paths = sorted(path for name in names for path in model.glob(name))
-  # Loading says what is wrong with the others.
-  return digest_of(path for path in paths if path.is_file())
-
-
-def data_name(path: pathlib.Path) -> str:
-  """Names a file or folder of samples, with a digest, for tables."""
-  published = hub.name_of(path)
-  if published is not None:
-    return published
-  files = [path] if path.is_file() else sorted(path.rglob("*"))
-  content = digest_of([file for file in files if file.is_file()])
-  return f"{path.resolve().name} (sha256 {content})"
-
-
-def digest_of(paths: Iterable[pathlib.Path]) -> str:
-  """Hashes the names and contents of files.
-
-  For files over 4 MiB, it reads evenly spaced blocks only, since hashing all of
-  a large model would take minutes.
-  """
-  digest = hashlib.sha256()
-  for path in paths:
-    size = path.stat().st_size
-    digest.update(f"{path.name} {size} ".encode())
-    with path.open("rb") as file:
-      for block in range(_BLOCKS):
-        file.seek(max(size - _BLOCK_BYTES, 0) * block // (_BLOCKS - 1))
-        digest.update(file.read(_BLOCK_BYTES))
-  return digest.hexdigest()[:12]

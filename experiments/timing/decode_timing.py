@@ -16,6 +16,7 @@ from kvjax.experiments.run import prefilling, progress_bar, stopwatch
 from kvjax.experiments.run.candidates import Candidate
 from kvjax.experiments.timing import kernel_timing
 from kvjax.experiments.timing.kernel_timing import Bandwidth
+from kvjax.models.language_model import DecoderModel
 from kvjax.models.pretrained import Pretrained
 from kvjax.struct import tree_bytes
 
@@ -118,14 +119,18 @@ def table(bandwidth: Bandwidth, results: Sequence[Decoded], rows: int) -> Table:
 
 
 def weight_bytes(lm: Pretrained) -> int:
-  """Counts bytes of the weights that a token needs, on all devices."""
-  spared = unread(lm.model, lm.params, tree_bytes)
-  return tree_bytes(lm.params) - spared
+  """Counts bytes of the weights that a token needs, on all devices.
+
+  Of models of other packages, these are all.
+  """
+  if not isinstance(lm.model, DecoderModel):
+    return tree_bytes(lm.params)
+  return tree_bytes(lm.params) - unread(lm.model, lm.params, tree_bytes)
 
 
 def _read_bytes(lm: Pretrained, cache: kvjax.Cache) -> float:
   """Counts bytes of the keys and values read, in all layers and rows."""
   dtype = jax.tree.leaves(lm.params)[0].dtype
-  layer = lm.config.geometry.layers[0]
+  layer = lm.model.geometry.layers[0]
   each = (layer.key_dim + layer.value_width) * dtype.itemsize
   return float(np.sum(cache.num_attended)) * each

@@ -54,7 +54,7 @@ def with_sizes(name: str, dtype: str, layers: int | None = None) -> Pretrained:
     )
   config = published.config(layers or published.layers)
   decoder = Decoder(config, dtype=jnp.dtype(dtype), rngs=nnx.Rngs(0))
-  return Pretrained(*from_decoder(decoder), config, None)
+  return Pretrained(*from_decoder(decoder))
 
 
 def prompts(ids: int, rows: int, length: int, seed: int = 0) -> kvjax.Prompts:

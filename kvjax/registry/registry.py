@@ -188,7 +188,7 @@ def _check_name(name: Any, make: object) -> None:
   for kind in (METHODS, RETRIEVALS):
     # Not by `kind[name]`, which would load the plug-ins before kvjax itself.
     taken = kind._entries.get(name)
-    if taken is not None and not _same_definition(taken.make, make):
+    if taken is not None and not same_definition(taken.make, make):
       raise InputError(
         f"There is a method {name!r} already; register yours under another "
         "name."
@@ -237,7 +237,7 @@ def _make_all(
   return made
 
 
-def _same_definition(one: Any, other: Any) -> bool:
+def same_definition(one: Any, other: Any) -> bool:
   """Whether two classes or functions are of the same place and name."""
   if not all(isinstance(x, type | types.FunctionType) for x in (one, other)):
     return False

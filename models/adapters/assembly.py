@@ -56,7 +56,7 @@ def assemble(
     for (path, leaf), place in zip(leaves, places, strict=True)
   ]
   params = jax.tree_util.tree_unflatten(structure, arrays)
-  return Pretrained(model, params, config, tokenizer)
+  return Pretrained(model, params, tokenizer)
 
 
 def _find(

@@ -121,7 +121,7 @@ def pretrained(**fields):
   )
   model, params = from_decoder(Decoder(config, rngs=nnx.Rngs(0)))
   tokenizer = models.Tokenizer(vocabulary.build(), vocabulary.config(POSITIONS))
-  return models.Pretrained(model, params, config, tokenizer)
+  return models.Pretrained(model, params, tokenizer)
 
 
 @pytest.fixture(scope="session")

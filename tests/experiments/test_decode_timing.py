@@ -51,16 +51,16 @@ def test_every_cache_decodes_and_says_what_it_reads(tiny, monkeypatch):
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_step_reads_all_weights_but_an_embedding(tied):
-  config, model, params = random_llama(**SMALL, tie_word_embeddings=tied)
+  _, model, params = random_llama(**SMALL, tie_word_embeddings=tied)
   # Four projections of attention, three of the MLP, two norms; the last norm
   # and the output matrix.
   wanted = 2 * (4 * 8 * 8 + 3 * 8 * 16 + 2 * 8) + 8 + 8 * 100
-  lm = Pretrained(model, params, config, None)
+  lm = Pretrained(model, params)
   assert decode_timing.weight_bytes(lm) == 4 * wanted
 
 
 def test_a_step_reads_the_experts_that_a_token_needs():
-  config, model, params = random_llama(
+  _, model, params = random_llama(
     **SMALL,
     model_type="qwen3_moe",
     num_experts=4,
@@ -70,7 +70,7 @@ def test_a_step_reads_the_experts_that_a_token_needs():
     mlp_only_layers=[],
     norm_topk_prob=True,
   )
-  lm = Pretrained(model, params, config, None)
+  lm = Pretrained(model, params)
   # Three experts of two layers, each of three matrices, are idle.
   idle = 3 * 2 * 3 * 8 * 24
   assert decode_timing.weight_bytes(lm) == tree_bytes(params) - 4 * idle

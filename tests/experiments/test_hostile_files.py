@@ -19,8 +19,9 @@ from kvjax.experiments.report import kvpress, run_files
 from kvjax.experiments.report.means import TIMED
 from kvjax.experiments.run import side_by_side, summaries, typed_records
 from kvjax.experiments.run.claiming import claim
+from kvjax.experiments.run.model_digest import digest
 from kvjax.experiments.run.processes import Process, Processes
-from kvjax.experiments.run.results import Answer, Results, Settings, digest
+from kvjax.experiments.run.results import Answer, Results, Settings
 from kvjax.testing import TinyModel
 
 SETTINGS = Settings("tiny", "abc", "float32", 0)

@@ -31,8 +31,8 @@ kvjax.register("mistaken", Mine)
 """
 SCORE = "jnp.sum(head.values, axis=-1)"
 HINT = (
-  "; kvjax.testing.check_method or check_retrieval says what a method must do, "
-  "and --verbosity=0 shows the traceback."
+  "; kvjax.testing checks methods and models, and --verbosity=0 shows the "
+  "traceback."
 )
 
 

@@ -12,8 +12,9 @@ import kvjax
 from kvjax.errors import InputError
 from kvjax.experiments.run import runner
 from kvjax.experiments.run.candidates import candidates
+from kvjax.experiments.run.model_digest import digest
 from kvjax.experiments.run.prompting import QUERY_AGNOSTIC, QUERY_AWARE
-from kvjax.experiments.run.results import Results, Settings, digest
+from kvjax.experiments.run.results import Results, Settings
 from kvjax.experiments.run.summaries import summarize
 
 SETTINGS = Settings("tiny", "abc", "float32", 0)

@@ -15,7 +15,8 @@ from kvjax.experiments.calibration.measuring import Measurement, Measurements
 from kvjax.experiments.calibration.record_files import FOLDER, Auto, file_name
 from kvjax.experiments.run.candidates import candidates
 from kvjax.experiments.run.comparison import pending
-from kvjax.experiments.run.results import Settings, digest
+from kvjax.experiments.run.model_digest import digest
+from kvjax.experiments.run.results import Settings
 from kvjax.models import catalog
 
 MODELS = pathlib.Path(models.__file__).parent

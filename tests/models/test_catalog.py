@@ -143,8 +143,7 @@ def test_the_reference_model_has_a_name(tmp_path, monkeypatch):
   lm = load("reference")
   assert lm.config.num_layers == 6
   # On the screen of a notebook: no weights and no graph.
-  assert repr(lm).startswith("Pretrained(config=DecoderConfig(model_type='")
-  assert repr(lm.model).startswith("DecoderModel(config=DecoderConfig(")
+  assert repr(lm).startswith("Pretrained(model=DecoderModel(config=")
   assert len(repr(lm)) < 3000
   pathlib.Path("reference").mkdir()
   assert catalog.locate("reference") == pathlib.Path("reference")

@@ -22,7 +22,7 @@ from kvjax.errors import InputError, InputWarning
 from kvjax.models import tensor_files, weights
 from kvjax.models.language_model import from_decoder
 from kvjax.models.lora import add_adapters
-from kvjax.models.pretrained import Pretrained, load, load_decoder
+from kvjax.models.pretrained import load, load_decoder
 from kvjax.models.saving import save
 from kvjax.models.weights import write_weights
 
@@ -108,9 +108,7 @@ def test_saving_replaces_the_old_model_and_keeps_other_files(directory):
   (directory / "README.md").write_text("card")
   (directory / "chat_template.jinja").write_text("old")
   model = load(directory, "float32")
-  plain = Pretrained(
-    model.model, model.params, model.config, word_tokenizer(), model.generation
-  )
+  plain = dataclasses.replace(model, tokenizer=word_tokenizer())
   save(plain, directory, max_shard_bytes=20_000)
   assert not (directory / WHOLE).exists()
   save(plain, directory)

@@ -48,7 +48,7 @@ def directory(tmp_path_factory):
     lambda x: jnp.asarray(rng.normal(size=x.shape), jnp.float32), template
   )
   nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
-  save(Pretrained(model, params, config, None), target, nbytes // 4 + TENSOR)
+  save(Pretrained(model, params), target, nbytes // 4 + TENSOR)
   assert len(list(target.glob("*.safetensors"))) == 4
   return target
 

@@ -17,7 +17,8 @@ from kvjax.experiments.benchmarks.base import (
 from kvjax.experiments.benchmarks.kvpress_layout import KvpressLayout
 from kvjax.experiments.benchmarks.longbench import finder, reader, sets
 from kvjax.experiments.benchmarks.longbench.averages import averages
-from kvjax.experiments.run.results import Answer, Samples, data_name
+from kvjax.experiments.run.digests import data_name
+from kvjax.experiments.run.results import Answer, Samples
 from kvjax.models.pretrained import Pretrained
 
 
@@ -86,7 +87,7 @@ class LongBench(Benchmark):
 
   @override
   def draw(self, lm: Pretrained, request: Request) -> Drawn:
-    default = reader.usual_limit(lm.config.geometry.max_positions)
+    default = reader.usual_limit(lm.model.geometry.max_positions)
     (limit,) = self.lengths_of(request) or [default]
     path = hub.resolve(request.data or "")
     available = finder.find(path, sets.NAMES)

@@ -23,8 +23,9 @@ from kvjax.experiments.benchmarks.base import (
 from kvjax.experiments.benchmarks.kvpress_layout import KvpressLayout
 from kvjax.experiments.benchmarks.math import arithmetic, problems
 from kvjax.experiments.benchmarks.math.problems import Problem
+from kvjax.experiments.run.digests import data_name
 from kvjax.experiments.run.prompting import Prompt
-from kvjax.experiments.run.results import Answer, Part, data_name
+from kvjax.experiments.run.results import Answer, Part
 from kvjax.experiments.tasks.sample import Sample, in_words
 from kvjax.models.pretrained import Pretrained
 
@@ -187,7 +188,7 @@ class _Problems(Benchmark):
       return samples
     prompts = [Prompt.of_sample(lm.text, s) for s in samples[:: len(draws)]]
     longest = max(len(prompt.prefilled) for prompt in prompts)
-    room = max(lm.config.geometry.max_positions - longest, 1)
+    room = max(lm.model.geometry.max_positions - longest, 1)
     return [
       dataclasses.replace(s, max_new_tokens=min(s.max_new_tokens, room))
       for s in samples

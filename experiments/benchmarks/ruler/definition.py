@@ -13,7 +13,7 @@ from kvjax.experiments.benchmarks.base import (
 )
 from kvjax.experiments.benchmarks.kvpress_layout import KvpressLayout
 from kvjax.experiments.benchmarks.ruler import generator, published
-from kvjax.experiments.run.results import data_name
+from kvjax.experiments.run.digests import data_name
 from kvjax.models.pretrained import Pretrained
 
 # Llama-2-7B's average at 4,096 tokens.

@@ -12,7 +12,8 @@ import pytest
 from kvjax.errors import InputError
 from kvjax.experiments.benchmarks import hub
 from kvjax.experiments.benchmarks.ruler import published
-from kvjax.experiments.run.results import Part, data_name
+from kvjax.experiments.run.digests import data_name
+from kvjax.experiments.run.results import Part
 
 REVISION = "0123456789abcdef0123456789abcdef01234567"
 ROW = {
