@@ -4,6 +4,7 @@ import dataclasses
 import json
 import pathlib
 import types
+from unittest import mock
 
 import pytest
 
@@ -12,6 +13,7 @@ from kvjax.cache.sharding import parse_mesh
 from kvjax.experiments.inputs import run_inputs
 from kvjax.models import catalog
 from kvjax.models.config import DecoderConfig
+from kvjax.models.sources import DecoderSource
 
 
 @pytest.mark.parametrize(
@@ -119,7 +121,7 @@ def test_copies_of_weights_are_warned_of_in_bytes(
       **{"rms_norm_eps": 1e-5, "max_position_embeddings": 64},
     }
   )
-  source = types.SimpleNamespace(config=lambda: config)
+  source = mock.Mock(spec=DecoderSource, config=config)
   monkeypatch.setattr(run_inputs, "MODEL", types.SimpleNamespace(value=""))
   monkeypatch.setattr(run_inputs, "find", lambda name: source)
   monkeypatch.setattr(run_inputs, "dtype", lambda: "bfloat16")

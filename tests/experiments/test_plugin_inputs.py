@@ -81,7 +81,7 @@ def test_answers_of_an_edited_helper_are_others(tmp_path, load, monkeypatch):
   path.write_text(f"from signs_of_a_method import SIGN\n{text}")
 
   def options():
-    plugin_files._files_of.cache_clear()
+    plugin_files.files_of.cache_clear()
     load(path)
     found = candidates(["oldest_of_a_file"], [kvjax.Retention(0.5)])
     return found[1].options

@@ -94,13 +94,14 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
 
 def test_a_digest_tells_models_apart(tmp_path):
   for name in ("config.json", "tokenizer.json", "model.safetensors"):
-    (tmp_path / name).write_text(name)
+    (tmp_path / name).write_text(f'{{"name": "{name}"}}')
   first = digest(tmp_path)
   assert first == digest(tmp_path)
   for name in ("config.json", "tokenizer.json", "model.safetensors"):
-    (tmp_path / name).write_text(name.upper())
+    text = (tmp_path / name).read_text()
+    (tmp_path / name).write_text(text.upper())
     assert digest(tmp_path) != first
-    (tmp_path / name).write_text(name)
+    (tmp_path / name).write_text(text)
 
 
 def test_a_digest_sees_the_files_of_a_checkpoint(tmp_path):
