@@ -49,6 +49,7 @@ def test_linked_files_exist():
 
 
 OWN, PART = "Add a method", "Make a method part of kvjax"
+RETRIEVAL = "Add a retrieval method"
 # The folders that a new method of kvjax changes, and their imports.
 SOURCES = ("kvjax", "kernels", "models", "experiments")
 
@@ -131,7 +132,10 @@ def shell(tmp_path):
   """Runs the commands of a section in a folder, with small settings."""
   programs = tmp_path / "bin"
   programs.mkdir()
-  page_commands.write_kvjax(programs, {"compare": SMALL})
+  recall = SMALL.replace("--retention=0.5", "--budget=32")
+  page_commands.write_kvjax(
+    programs, {"compare": SMALL, "retrieval_recall": recall}
+  )
   path = os.pathsep.join([str(programs), os.environ["PATH"]])
 
   def run(title):
@@ -300,6 +304,26 @@ def test_a_method_scores_by_attention():
   padded = np.pad(mass.max(axis=1), ((0, 0), (2, 2)))
   pooled = np.lib.stride_tricks.sliding_window_view(padded, 5, axis=-1)
   np.testing.assert_allclose(scores[0], pooled.mean(axis=-1), rtol=1e-4)
+
+
+def write_retrieval(folder):
+  """Writes the recipe's file; returns its check."""
+  (file, method), (_, check) = blocks(section(RETRIEVAL))
+  (folder / file).write_text(method)
+  return check
+
+
+def test_a_retrieval_method_passes_its_check(tmp_path):
+  done = run_in(tmp_path, "-c", write_retrieval(tmp_path))
+  assert (done.returncode, done.stdout) == (0, ""), done.stderr
+
+
+@pytest.mark.slow
+def test_a_retrieval_method_is_measured(tmp_path, shell):
+  write_retrieval(tmp_path)
+  shell(RETRIEVAL)
+  table = (tmp_path / "results/retrieval/table.md").read_text()
+  assert "| key_signs | 32 tokens |" in table
 
 
 def test_an_allocation_counts_by_layer():
