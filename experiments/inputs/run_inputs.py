@@ -14,6 +14,7 @@ from kvjax import hosts, kernels, models
 from kvjax.cache.sharding import parse_mesh, parse_sizes, split_mesh
 from kvjax.errors import InputError, warn
 from kvjax.experiments.benchmarks import hub
+from kvjax.experiments.inputs import plugin_inputs
 from kvjax.experiments.inputs.number_lists import parse_numbers
 from kvjax.experiments.run import model_digest, multihost, results, tuned_tables
 from kvjax.kernels.mesh_axes import CONTEXT
@@ -23,6 +24,8 @@ from kvjax.models.language_model import as_shapes
 from kvjax.models.pretrained import DTYPES
 from kvjax.models.sharding import copies
 from kvjax.models.sources import DecoderSource, find
+
+flags.adopt_module_key_flags(plugin_inputs)
 
 DEFAULT = "smollm2-135m-instruct"
 REFERENCE = catalog.REFERENCE

@@ -106,6 +106,8 @@ def test_other_programs_run_it(run_binary, files, tmp_path):
   for module, *flags in (
     ("evaluate", "--benchmark=passkey", "--methods=keydiff", *LINE),
     ("benchmark_decode", "--length=128", "--tokens=4", "--methods=keydiff"),
+    ("reproduce", "E2.8", "--length=480", "--samples=1"),
+    ("calibrate_queries", f"--documents={documents}", "--length=64"),
     ("show_kept", "--methods=keydiff", "--retention=0.5"),
     (
       "train_gate",
