@@ -60,7 +60,7 @@ def interruptible() -> Iterator[None]:
 
   handlers: dict[int, _Handler] = {signal.SIGTERM: end, signal.SIGALRM: end}
   # Shells let programs in the background ignore it.
-  if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+  if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
     handlers[signal.SIGINT] = interrupt
   before = [(n, signal.signal(n, handler)) for n, handler in handlers.items()]
   sys.unraisablehook = repeat

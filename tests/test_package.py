@@ -1,4 +1,4 @@
-"""What is installed: one name, which takes nobody else's."""
+"""What is installed: a package and its command, which take nobody's names."""
 
 import importlib.metadata
 import importlib.util
@@ -35,11 +35,12 @@ def archives(tmp_path_factory):
   return wheel, source
 
 
-def test_a_wheel_holds_one_package(archives):
+def test_a_wheel_holds_one_package_and_its_command(archives):
   names = zipfile.ZipFile(archives[0]).namelist()
   assert len(names) == len({*names})
   folders = {name.partition("/")[0] for name in names}
-  assert folders == {"kvjax", f"kvjax-{kvjax.__version__}.dist-info"}
+  record = f"kvjax-{kvjax.__version__}.dist-info"
+  assert folders == {"kvjax", "kvjax_command.py", record}
   assert "kvjax/py.typed" in names
   assert "kvjax/models/reference/model.safetensors" in names
   assert "kvjax/kernels/tuning.json" in names
@@ -99,7 +100,7 @@ assert kernels is sys.modules["kernels"] and models is sys.modules["models"]
 assert "experiments" not in sys.modules
 from importlib.metadata import entry_points
 (command,) = entry_points(group="console_scripts", name="kvjax")
-assert command.load().__module__ == "kvjax.experiments.main"
+assert command.load().__module__ == "kvjax_command"
 print(kvjax.__version__)
 """
 

@@ -25,6 +25,29 @@ def wait_for_answers(process, folder):
     time.sleep(0.05)
 
 
+_COMMAND = """
+import sys
+import kvjax_command
+
+print("ready", flush=True)
+sys.argv = ["kvjax", "compare", "--model=reference", "--output", sys.argv[1]]
+kvjax_command.main()
+"""
+
+
+@pytest.mark.parametrize("seconds", [0.2, 0.6, 1.0, 1.4])
+def test_the_command_stops_while_it_imports(tmp_path, seconds):
+  command = [sys.executable, "-c", _COMMAND, str(tmp_path / "run")]
+  with subprocess.Popen(
+    command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+  ) as process:
+    assert process.stdout.readline() == "ready\n"
+    time.sleep(seconds)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(SECONDS) == 130
+    assert process.stderr.read() == "Stopped.\n"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("wait", [wait_for_cost, wait_for_answers])
 def test_a_run_stops_within_two_seconds(tmp_path, wait, monkeypatch):

@@ -5,6 +5,7 @@ import importlib
 import os
 import pathlib
 import re
+import signal
 import subprocess
 import sys
 import tomllib
@@ -97,10 +98,14 @@ def test_a_reader_that_has_gone_ends_it_without_a_word(command):
   assert done.stderr == b""
 
 
-def test_the_package_installs_it():
+def test_the_package_installs_it(monkeypatch, capsys):
   project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
   module, _, function = project["scripts"]["kvjax"].partition(":")
-  assert getattr(importlib.import_module(module), function) is command.main
+  before = signal.getsignal(signal.SIGINT)
+  monkeypatch.setattr(sys, "argv", ["kvjax", "--version"])
+  getattr(importlib.import_module(module), function)()
+  signal.signal(signal.SIGINT, before)
+  assert capsys.readouterr().out == f"kvjax {kvjax.__version__}\n"
 
 
 def test_it_says_its_version(monkeypatch, capsys):
