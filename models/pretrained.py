@@ -18,12 +18,12 @@ from kvjax.engine.decode import Decoding
 from kvjax.engine.sampling import GREEDY, Sampling
 from kvjax.errors import InputError, warn
 from kvjax.methods.base import Method
-from kvjax.model import Model
+from kvjax.model import Model, Vocabulary
 from kvjax.models.chat import Chat, check_text
 from kvjax.models.config import DecoderConfig
 from kvjax.models.fields import format_value, is_number
 from kvjax.models.language_model import DecoderModel
-from kvjax.models.sources import DecoderSource, Source, find
+from kvjax.models.sources import DecoderSource, Source, check_eos_ids, find
 from kvjax.models.tokenizer import Tokenizer
 from kvjax.options.budgets import Budget, PerLayer, Threshold
 from kvjax.options.schedules import WHOLE, Schedule
@@ -262,7 +262,8 @@ def load(
       "smollm2-135m-instruct", "smollm2-135m-instruct-bf16" and "gemma3-270m"
       are fetched once. Or a path: a Hugging Face directory (with config.json,
       safetensors weights and tokenizer.json), one that `save` has written, a
-      GGUF file, or a directory with one. Or the address of one, such as
+      GGUF file, a directory with one, or a directory of a family that
+      `kvjax.models.register` has been given. Or the address of one, such as
       gs://bucket/model, which is copied into the user's cache.
     dtype: one of `DTYPES`, by name or as in `jnp.float32`, for the weights and
       the computation; by default bfloat16, and float32 for GGUF files.
@@ -283,6 +284,9 @@ def load(
   source = find(model)
   name, tokenizer = _dtype_of(source, dtype, mesh), source.tokenizer()
   loaded, params = source.load(name, mesh)
+  # Only the loaded model tells how many tokens one of another family embeds.
+  if tokenizer is not None and isinstance(loaded, Vocabulary):
+    check_eos_ids(source.place, tokenizer, loaded.vocab_size)
   return Pretrained(loaded, params, tokenizer, source.generation())
 
 

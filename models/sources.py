@@ -97,14 +97,24 @@ class DecoderSource(abc.ABC):
 
   def _check_ids(self, tokenizer: Tokenizer) -> Tokenizer:
     """Refuses ids that end an answer and are not embedded."""
-    embedded = self.config.vocab_size
-    for token_id in tokenizer.eos_ids:
-      if not 0 <= token_id < embedded:
-        raise InputError(
-          f"In {self.place} an answer ends with the id {token_id} "
-          f"(eos_token_id), but the model embeds {embedded} tokens only."
-        )
+    check_eos_ids(self.place, tokenizer, self.config.vocab_size)
     return tokenizer
+
+
+def check_eos_ids(
+  place: pathlib.Path, tokenizer: Tokenizer, embedded: int
+) -> None:
+  """Refuses ids that end an answer and are not embedded.
+
+  Raises:
+    InputError: one is not below `embedded`, so that no answer would end.
+  """
+  for token_id in tokenizer.eos_ids:
+    if not 0 <= token_id < embedded:
+      raise InputError(
+        f"In {place} an answer ends with the id {token_id} (eos_token_id), but "
+        f"the model embeds {embedded} tokens only."
+      )
 
 
 def find(model: str | os.PathLike[str]) -> Source:

@@ -115,6 +115,15 @@ def test_an_unknown_family_names_ours(families, directory):
     kvjax.load(directory)
 
 
+def test_an_end_of_answers_that_is_not_embedded_is_refused(families, directory):
+  families(KIND, load_tiny)
+  fields = {"model_type": KIND, "n": 3, "eos_token_id": SIZE}
+  (directory / "config.json").write_text(json.dumps(fields))
+  said = f"ends with the id {SIZE} .*embeds {SIZE} tokens only"
+  with pytest.raises(kvjax.InputError, match=said):
+    kvjax.load(directory)
+
+
 def test_packages_register_families(families, directory, monkeypatch):
   monkeypatch.setattr(
     other_families, "load_plugins", lambda: families(KIND, load_tiny)
