@@ -126,6 +126,10 @@ def run_on_arguments(
       if str(stopped):
         print(stopped, file=sys.stderr)
       exits.leave(exits.PREEMPTED)
+    except SystemExit as stop:
+      if said := plugin_failures.sentence(stop):
+        _refuse(said)
+      raise
     except Exception as error:
       explain = (
         device_failures.of_kernel,

@@ -90,11 +90,13 @@ def run(
     InputError: the function returns something else than a model and weights.
   """
   loaded = load(directory, dtype, mesh)
-  if not isinstance(loaded, tuple) or len(loaded) != 2:
+  given = loaded if isinstance(loaded, tuple) else (loaded,)
+  if len(given) != 2 or not isinstance(given[0], Model):
+    kinds = " and ".join(f"a {type(each).__name__}" for each in given)
     raise InputError(
       "What loads a family of models returns a kvjax.Model and its weights; "
-      f"for {directory} it returns a {type(loaded).__name__}."
+      f"for {directory} it returns {kinds or 'nothing'}."
     )
-  model, params = loaded
+  model, params = given
   check_model(model)
   return model, params

@@ -346,7 +346,7 @@ def _alike(
     subject: the model.
     found: [B, N, S, D].
     wanted: the same.
-    scaled: whether they may differ by a factor per channel.
+    scaled: whether they may differ by a positive factor per channel.
   """
   real = np.arange(wanted.shape[2])[None] < subject.lengths[:, None]
   x, y = (
@@ -354,7 +354,8 @@ def _alike(
     for each in (found, wanted)
   )
   if scaled:
-    x *= (x * y).sum((0, 1)) / np.maximum((x * x).sum((0, 1)), 1e-30)
+    products = np.maximum((x * y).sum((0, 1)), 0)
+    x *= products / np.maximum((x * x).sum((0, 1)), 1e-30)
   scale = max(float(np.abs(y).max()), 1e-6)
   return bool(np.abs(x - y).max() <= subject.tolerance * scale)
 

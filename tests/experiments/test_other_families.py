@@ -83,15 +83,22 @@ def test_without_the_file_it_is_unknown(refusal, files, tmp_path):
 
 def test_errors_of_the_file_are_named(refusal, files, tmp_path):
   directory, plugin = files
-  (directory / "embedding.npy").unlink()
-  said = refusal(
+  line = [
     "kvjax.experiments.compare",
     f"--model={directory}",
     f"--plugins={plugin}",
     f"--output={tmp_path / 'results'}",
     *LINE,
+  ]
+  (directory / "embedding.npy").unlink()
+  assert "embedding.npy" in refusal(*line)
+  text = plugin.read_text()
+  plugin.write_text(text.replace("model = ", "exit('No.') or "))
+  assert "tiny.py, line 10, in load_tiny: SystemExit: No; kvjax" in refusal(
+    *line
   )
-  assert "embedding.npy" in said
+  plugin.write_text(f"{text}exit(3)\n")
+  assert "in <module>: SystemExit: 3; kvjax" in refusal(*line)
 
 
 @pytest.mark.slow

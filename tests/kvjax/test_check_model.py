@@ -95,6 +95,12 @@ class ValuesAsKeys(Changed):
     return dataclasses.replace(activations, keys_unrotated=activations.values)
 
 
+class NegatesKeys(Changed):
+  def changed(self, activations):
+    keys = -activations.keys_unrotated
+    return dataclasses.replace(activations, keys_unrotated=keys)
+
+
 class ScalesChannels(Changed):
   def changed(self, activations):
     scale = jnp.linspace(0.5, 2.0, 8)[None, None, None]
@@ -155,6 +161,7 @@ class Breaks(TinyModel):
     (RotatesBack, r"rerotate of .* positions p to those at p \+ by"),
     (RotatedTwice, "keys_unrotated of .* before they are rotated"),
     (BeforeTheKeyNorm, "keys_unrotated of .* before they are rotated"),
+    (NegatesKeys, "keys_unrotated of .* before they are rotated"),
     (ValuesAsKeys, "keys_unrotated of .* before they are rotated"),
     (Breaks, r"fails to read a prompt: \w+Error, .*broadcast"),
   ],

@@ -101,7 +101,8 @@ def test_registrations_are_checked(families, name, load, said):
   [
     (TinyModel(), "returns a kvjax.Model and its weights; for .* a TinyModel"),
     ((TinyModel, {}), "The model is a kvjax.Model"),
-    (({}, TinyModel()), "not a dict"),
+    (({}, TinyModel()), "it returns a dict and a TinyModel"),
+    ((), "it returns nothing"),
   ],
 )
 def test_what_is_loaded_is_checked(families, directory, returned, said):
