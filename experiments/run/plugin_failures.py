@@ -16,8 +16,9 @@ _SAID = 300
 def sentence(error: BaseException) -> str | None:
   """Explains an error in code of --plugins; None for all others.
 
-  It is in the last of these files that it passes, as what is below was called
-  with what that file gave, or in a function of theirs that cannot be called.
+  It is in the last of these files, or of those that they import of their own,
+  that it passes, as what is below was called with what that file gave, or in a
+  function of theirs that cannot be called.
   """
   found = _passed(error) or _called(error)
   if found is None:

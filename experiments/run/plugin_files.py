@@ -37,10 +37,14 @@ def load(paths: Sequence[str]) -> None:
 
 
 def modules() -> list[types.ModuleType]:
-  """Returns the modules of the files that have been run, or failed to."""
-  return [
-    module for name, module in sys.modules.items() if name.startswith(_PACKAGE)
-  ]
+  """Returns the modules of the files that have been run, or failed to.
+
+  Those that they import of their own are among them.
+  """
+  found: dict[str, pathlib.Path] = {}
+  for name in [name for name in sys.modules if name.startswith(_PACKAGE)]:
+    _add_files(name, found)
+  return [sys.modules[name] for name in found]
 
 
 def _run(path: pathlib.Path) -> None:

@@ -119,6 +119,19 @@ def test_wrong_scores_are_refused_by_what_is_wrong(failure, new, given):
     raise error
 
 
+def test_an_error_in_what_a_file_imports_is_told(
+  failure, tmp_path, monkeypatch
+):
+  (tmp_path / "sums_of_mine.py").write_text(
+    "def sum(values, axis):\n  return values.vals\n"
+  )
+  monkeypatch.syspath_prepend(tmp_path)
+  error = failure("import jax.numpy as jnp", "import sums_of_mine as jnp")
+  told = plugin_failures.sentence(error)
+  assert told.startswith("sums_of_mine.py, line 2, in sum: AttributeError")
+  assert told.endswith(HINT)
+
+
 def test_errors_that_pass_no_file_are_not_explained(failure):
   # There is a file with a method, and it is not the reason.
   failure("head.values", "head.vals")
