@@ -1,6 +1,8 @@
 """The digest of a model: answers belong to its files."""
 
+import functools
 import pathlib
+from collections.abc import Iterator
 
 from kvjax.experiments.calibration.record_files import FOLDER
 from kvjax.experiments.run import plugin_files
@@ -21,10 +23,8 @@ def digest(model: pathlib.Path) -> str:
   config = read_json_if_present(model / "config.json")
   load = other_families.find(config.get("model_type"))
   if load is not None:
-    # Which files it reads is its own business, and its code decides, too.
-    paths = sorted(model.rglob("*"))
-    used = [p for p in paths if p.is_file() and FOLDER not in p.parts]
-    return digest_of(used, plugin_files.files_of(load.__module__))
+    # Its code decides, too.
+    return digest_of(_files_of_others(model), _code_of(load))
   names = ["*.safetensors", "*.json", "*.jinja"]
   if not (model / "config.json").is_file():
     names.append("*.gguf")
@@ -33,3 +33,23 @@ def digest(model: pathlib.Path) -> str:
   paths = sorted(path for name in names for path in model.glob(name))
   # Loading says what is wrong with the others.
   return digest_of(path for path in paths if path.is_file())
+
+
+def _files_of_others(model: pathlib.Path) -> Iterator[pathlib.Path]:
+  """Yields all files, as which ones a family of others reads is its business.
+
+  Calibrations, and what Python and tools keep beside files, change no answers.
+  """
+  for path in sorted(model.rglob("*")):
+    parts = path.relative_to(model).parts
+    if path.is_file() and not any(
+      part in (FOLDER, "__pycache__") or part.startswith(".") for part in parts
+    ):
+      yield path
+
+
+def _code_of(load: other_families.Load) -> tuple[str, ...]:
+  """Names the files of what loads a family, each with a digest."""
+  while isinstance(load, functools.partial):
+    load = load.func
+  return plugin_files.files_of(load.__module__)

@@ -1,6 +1,8 @@
 """Answers on disk: resumed, never doubled, never mixed; their means."""
 
 import dataclasses
+import functools
+import importlib
 import json
 import pathlib
 import resource
@@ -10,12 +12,13 @@ from made_runs import make_answer
 
 import kvjax
 from kvjax.errors import InputError
-from kvjax.experiments.run import runner
+from kvjax.experiments.run import plugin_files, runner
 from kvjax.experiments.run.candidates import candidates
 from kvjax.experiments.run.model_digest import digest
 from kvjax.experiments.run.prompting import QUERY_AGNOSTIC, QUERY_AWARE
 from kvjax.experiments.run.results import Results, Settings
 from kvjax.experiments.run.summaries import summarize
+from kvjax.models import other_families
 
 SETTINGS = Settings("tiny", "abc", "float32", 0)
 
@@ -118,6 +121,31 @@ def test_a_digest_sees_the_files_of_a_checkpoint(tmp_path):
   before = digest(tmp_path)
   path.unlink()
   assert digest(tmp_path) == before
+
+
+def test_a_digest_of_another_family_sees_its_files_and_code(
+  tmp_path, monkeypatch
+):
+  # Above the model, a folder of this name says nothing of its files.
+  model, code = tmp_path / "calibrations" / "model", tmp_path / "family_code.py"
+  code.write_text("def load(directory, dtype, mesh): pass")
+  monkeypatch.syspath_prepend(tmp_path)
+  family = functools.partial(importlib.import_module("family_code").load)
+  monkeypatch.setattr(other_families, "LOADS", {"of_others": family})
+  model.mkdir(parents=True)
+  (model / "config.json").write_text('{"model_type": "of_others"}')
+  (model / "weights.npz").write_text("weights")
+  first = digest(model)
+  for unread in ("calibrations", "__pycache__", ".cache"):
+    (model / unread).mkdir()
+    (model / unread / "file").write_text("any")
+  assert digest(model) == first
+  (model / "weights.npz").write_text("others!")
+  assert digest(model) != first
+  (model / "weights.npz").write_text("weights")
+  code.write_text("def load(directory, dtype, mesh): return 1, 2")
+  plugin_files.files_of.cache_clear()
+  assert digest(model) != first
 
 
 def test_a_digest_of_a_gguf_file_is_that_of_its_folder(tmp_path):
