@@ -53,7 +53,8 @@ def check_model(model: Model, params: PyTree) -> None:
       length of a prompt, as that of dynamic NTK scaling does: cached keys keep
       theirs.
     params: its weights, which may be random but must tell tokens apart. Give
-      float32: narrower dtypes hide errors as small as their rounding.
+      float32, and let the model compute in it: narrower dtypes hide errors as
+      small as their rounding.
 
   Raises:
     InputError: a check fails; the message says what is wrong.
@@ -155,10 +156,14 @@ class _Subject:
       f"{sentence} Logits differ by {error:.2g}, and are up to {scale:.2g}.",
     )
 
-  @property
+  @functools.cached_property
   def tolerance(self) -> float:
-    """Rounding of the narrowest dtype of the weights."""
-    dtypes = {leaf.dtype for leaf in jax.tree.leaves(self.params)}
+    """Rounding of the narrowest dtype of the weights and the activations.
+
+    A model of mixed precision has float32 weights.
+    """
+    seen = jax.eval_shape(lambda: _activations(self, 0))
+    dtypes = {leaf.dtype for leaf in jax.tree.leaves((self.params, seen))}
     floats = [d for d in dtypes if jnp.issubdtype(d, jnp.floating)]
     narrow = any(dtype.itemsize < 4 for dtype in floats)
     return _ROUNDED if narrow else _EXACT

@@ -6,6 +6,7 @@ import pathlib
 import subprocess
 import sys
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -143,6 +144,21 @@ class InputsByHead(Changed):
     return dataclasses.replace(activations, inputs=inputs)
 
 
+class MixedPrecision(TinyModel):
+  """It computes in bfloat16, with weights in float32."""
+
+  def embed(self, params, tokens, positions):
+    hidden, shared = super().embed(params, tokens, positions)
+    return hidden.astype(jnp.bfloat16), shared
+
+  def block(self, weights, *arguments):
+    narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16), weights)
+    return super().block(narrow, *arguments)
+
+  def normalize(self, params, hidden):
+    return super().normalize(params, hidden.astype(jnp.float32))
+
+
 class Breaks(TinyModel):
   def normalize(self, params, hidden):
     return hidden + jnp.ones(7)
@@ -180,6 +196,11 @@ def test_every_layer_is_checked():
 
 def test_channels_may_be_scaled():
   model = ScalesChannels()
+  check_model(model, model.init())
+
+
+def test_mixed_precision_is_rounded_as_its_activations():
+  model = MixedPrecision()
   check_model(model, model.init())
 
 
