@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 from jaxtyping import PyTree
 
 from kvjax.errors import InputError
@@ -99,4 +100,13 @@ def run(
     )
   model, params = given
   check_model(model)
+  leaves = jax.tree.leaves(params)
+  if not leaves or not all(
+    isinstance(x, jax.Array | np.ndarray) for x in leaves
+  ):
+    raise InputError(
+      "The weights of a model are a pytree of arrays; what loads "
+      f"{directory} returns a {type(params).__name__} without any, or with "
+      "other leaves."
+    )
   return model, params

@@ -103,6 +103,8 @@ def test_registrations_are_checked(families, name, load, said):
     ((TinyModel, {}), "The model is a kvjax.Model"),
     (({}, TinyModel()), "it returns a dict and a TinyModel"),
     ((), "it returns nothing"),
+    ((TinyModel(), None), "a pytree of arrays; .* returns a NoneType without"),
+    ((TinyModel(), {"embedding": "x"}), "returns a dict .*with other leaves"),
   ],
 )
 def test_what_is_loaded_is_checked(families, directory, returned, said):
