@@ -172,7 +172,8 @@ class DecoderConfig:
         [
           *faults,
           f"has model_type {format_value(model_type)}, which is not supported; "
-          f"supported are {', '.join(sorted(FAMILIES))}",
+          f"supported are {', '.join(sorted(FAMILIES))}, and those that "
+          "kvjax.models.register is given",
         ]
       )
     family = FAMILIES[model_type]

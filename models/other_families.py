@@ -21,6 +21,12 @@ Load = Callable[
 
 LOADS: dict[str, Load] = {}
 
+# What is said of such a model where it cannot be used.
+NO_DECODER = (
+  "is a model of another package, and this works with those of the families "
+  "that kvjax has itself"
+)
+
 _NAME = re.compile(r"[\w.-]+")
 
 

@@ -23,6 +23,7 @@ from kvjax.models.chat import Chat, check_text
 from kvjax.models.config import DecoderConfig
 from kvjax.models.fields import format_value, is_number
 from kvjax.models.language_model import DecoderModel
+from kvjax.models.other_families import NO_DECODER
 from kvjax.models.sources import DecoderSource, Source, check_eos_ids, find
 from kvjax.models.tokenizer import Tokenizer
 from kvjax.options.budgets import Budget, PerLayer, Threshold
@@ -32,10 +33,6 @@ from kvjax.registry.names import get_plan
 from kvjax.repeat_request import RepeatRequest
 
 DTYPES = ("bfloat16", "float32")
-NO_DECODER = (
-  "is a model of another package, and this works with those of the families "
-  "that kvjax has itself"
-)
 # Fields of generation_config.json that change what transformers answers, and
 # the values with which they do not. The others matter where it samples.
 _UNUSED_ALWAYS = {

@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 
 from kvjax.errors import InputError
 from kvjax.files import read_json
+from kvjax.models import other_families
 from kvjax.models.config import DecoderConfig
 from kvjax.models.features import text_fields
 from kvjax.models.language_model import DecoderModel, as_shapes
@@ -62,6 +63,8 @@ class Published:
       )
     path = path / "config.json" if path.is_dir() else path
     fields = text_fields(read_json(path))
+    if other_families.find(fields.get("model_type")) is not None:
+      raise InputError(f"{path} {other_families.NO_DECODER}.")
     DecoderConfig.from_hf(fields)
     return cls(path.resolve().parent.name, fields)
 

@@ -101,6 +101,13 @@ def test_errors_of_the_file_are_named(refusal, files, tmp_path):
   assert "in <module>: SystemExit: 3; kvjax" in refusal(*line)
 
 
+def test_what_needs_a_family_of_ours_says_so(refusal, files):
+  directory, plugin = files
+  flags = [f"--model={directory}", f"--plugins={plugin}"]
+  said = refusal("kvjax.experiments.plan", *flags)
+  assert "is a model of another package" in said
+
+
 @pytest.mark.slow
 def test_other_programs_run_it(run_binary, files, tmp_path):
   directory, plugin = files
