@@ -11,6 +11,9 @@ from kvjax.files import read_json_if_present
 from kvjax.models import other_families
 from kvjax.models.tensor_files import CHECKPOINT, has_checkpoint
 
+# The second one is that of the programs' default outputs.
+_UNREAD = {FOLDER, "results", "__pycache__"}
+
 
 def digest(model: pathlib.Path) -> str:
   """Hashes the files of a model that affect answers.
@@ -38,12 +41,13 @@ def digest(model: pathlib.Path) -> str:
 def _files_of_others(model: pathlib.Path) -> Iterator[pathlib.Path]:
   """Yields all files, as which ones a family of others reads is its business.
 
-  Calibrations, and what Python and tools keep beside files, change no answers.
+  Calibrations, results, and what Python and tools keep beside files change no
+  answers.
   """
   for path in sorted(model.rglob("*")):
     parts = path.relative_to(model).parts
     if path.is_file() and not any(
-      part in (FOLDER, "__pycache__") or part.startswith(".") for part in parts
+      part in _UNREAD or part.startswith(".") for part in parts
     ):
       yield path
 

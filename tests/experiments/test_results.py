@@ -136,7 +136,7 @@ def test_a_digest_of_another_family_sees_its_files_and_code(
   (model / "config.json").write_text('{"model_type": "of_others"}')
   (model / "weights.npz").write_text("weights")
   first = digest(model)
-  for unread in ("calibrations", "__pycache__", ".cache"):
+  for unread in ("calibrations", "results", "__pycache__", ".cache"):
     (model / unread).mkdir()
     (model / unread / "file").write_text("any")
   assert digest(model) == first
