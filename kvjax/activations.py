@@ -1,7 +1,7 @@
 """The projections of a block of tokens in one layer."""
 
 import dataclasses
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal
 
 import jax
@@ -38,6 +38,21 @@ Rerotate = Callable[
 # Fields of `Activations` without an axis of rows, besides `weights`, which the
 # engine sets. Where rows run one by one, all others are joined along it.
 ROWLESS = ("output_projection", "sinks")
+
+
+class NotProvidedError(InputError):
+  """A method reads activations that a model does not provide.
+
+  Attributes:
+    names: their names in `Activations`.
+  """
+
+  def __init__(self, names: Sequence[str], reader: str = "A method"):
+    super().__init__(
+      f"{reader} reads {', '.join(names)}, which this model does not provide; "
+      "see kvjax.Activations."
+    )
+    self.names = names
 
 
 @struct
@@ -89,16 +104,13 @@ class Activations:
     """Drops the activations of `OPTIONAL` that are not named.
 
     Raises:
-      InputError: the model does not supply one that is.
+      NotProvidedError: the model does not supply one that is.
     """
     missing = [
       name for name in OPTIONAL if name in names and not self.has(name)
     ]
     if missing:
-      raise InputError(
-        f"A method reads {', '.join(missing)}, which this model does not "
-        "provide; see kvjax.Activations."
-      )
+      raise NotProvidedError(missing)
     dropped: dict[str, Any] = dict.fromkeys({*OPTIONAL} - {*names})
     return dataclasses.replace(self, **dropped)
 

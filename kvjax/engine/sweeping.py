@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PyTree
 
-from kvjax.activations import Activations
+from kvjax.activations import Activations, NotProvidedError
 from kvjax.cache.cache import Cache
 from kvjax.calibration.features import Features
 from kvjax.calibration.record import Calibrated
@@ -34,6 +34,7 @@ from kvjax.engine.preparing import prepare, prepare_calibrated
 from kvjax.engine.shared_budgets import HeadCounts
 from kvjax.engine.thresholds import must_keep
 from kvjax.hosts import read
+from kvjax.labels import name_of
 from kvjax.methods.traits import most_queries
 from kvjax.model import Model
 from kvjax.options.budgets import Threshold
@@ -158,11 +159,14 @@ class _Sweep:
     layers = prompt_programs.forward_layers(
       self._model, params, self._prompts, optional, self._queries()
     )
-    # The next layer donates `hidden`: these states are gone after that.
-    for layer, (hidden, activations) in enumerate(layers):
-      if activations is not None:
-        self._compress(layer, activations)
-        _wait_for(hidden)
+    try:
+      # The next layer donates `hidden`: these states are gone after that.
+      for layer, (hidden, activations) in enumerate(layers):
+        if activations is not None:
+          self._compress(layer, activations)
+          _wait_for(hidden)
+    except NotProvidedError as error:
+      raise self._of_method(error) from error
     return prompt_programs.head(
       params,
       hidden,
@@ -171,6 +175,14 @@ class _Sweep:
       model=self._model,
       measured=self._requested.likelihood,
     )
+
+  def _of_method(self, error: NotProvidedError) -> NotProvidedError:
+    """Names the first method that reads what the model does not provide."""
+    missing = {*error.names}
+    for evaluation in self._loaded:
+      if names := sorted(missing & evaluation.activations):
+        return NotProvidedError(names, name_of(evaluation.method))
+    return error
 
   def _queries(self) -> int | None:
     """How many last queries of the prompts are read; None for all."""

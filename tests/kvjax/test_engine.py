@@ -211,9 +211,11 @@ def test_activations_that_a_model_lacks_are_named():
 
       return super().block(*rest, attend_to_less)
 
-  plan = kvjax.get_plan("compactor", kvjax.Tokens(4))
-  with pytest.raises(InputError, match="A method reads keys_unrotated, which"):
-    kvjax.prefill(Terse(MODEL.geometry), PARAMS, kvjax.Prompts.of(ROWS), plan)
+  plans = [
+    kvjax.get_plan(name, kvjax.Tokens(4)) for name in ("snapkv", "compactor")
+  ]
+  with pytest.raises(InputError, match="compactor reads keys_unrotated, which"):
+    kvjax.sweep(Terse(MODEL.geometry), PARAMS, kvjax.Prompts.of(ROWS), plans)
 
 
 @pytest.mark.parametrize("name", ["full", "snapkv"])
