@@ -124,7 +124,7 @@ def shallow(tiny):
   """The same sizes in one layer, which is compiled in half the time."""
   config = dataclasses.replace(tiny.config, num_layers=1)
   model, params = from_decoder(Decoder(config, rngs=nnx.Rngs(0)))
-  return dataclasses.replace(tiny, model=model, params=params, config=config)
+  return dataclasses.replace(tiny, model=model, params=params)
 
 
 def adapted(model, params, targets=("q", "v", "down")):

@@ -219,8 +219,10 @@ def test_an_analysis_is_small_where_no_length_fits(session):
 
 def _with_context(session, tokens):
   """A session of the user's own model, with a context of that length."""
-  config = dataclasses.replace(session.lm.config, max_positions=tokens)
-  lm = dataclasses.replace(session.lm, config=config)
+  model = session.lm.model
+  geometry = dataclasses.replace(model.geometry, max_positions=tokens)
+  model = dataclasses.replace(model, geometry=geometry)
+  lm = dataclasses.replace(session.lm, model=model)
   return session._replace(lm=lm, own_model=True)
 
 
