@@ -61,7 +61,8 @@ def main(directories: Sequence[str]) -> None:
   )
   # Remove plots of tables that there no longer are; at an address, they stay.
   for path in folder.glob("leaderboard_*.png"):
-    if path.name not in plots:
+    number = path.stem.removeprefix("leaderboard_")
+    if number.isdecimal() and path.name not in plots:
       path.unlink()
   count = wording.count(len(runs), "run")
   say(f"{count}; leaderboard.csv, .md, .html and plots in {folder}")

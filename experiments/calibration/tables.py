@@ -8,6 +8,9 @@ from kvjax.experiments.report.formats import Table
 
 _Rows = Sequence[Mapping[str, Any]]
 
+# Where all contexts have nearly the same quality, R2 has no bound below.
+_LEAST_R2 = -10
+
 # How each rule chooses a retention.
 _RULES = {
   "prefill": "The retention is the least measured one at which the curve of "
@@ -126,7 +129,8 @@ def _kc(row: Mapping[str, Any]) -> str:
 def _r2(value: float | None) -> str:
   if value is None:
     return wording.NOTHING
-  return f"{value:.2f}".replace("-", "−")
+  text = f"{value:.2f}" if value >= _LEAST_R2 else f"< {_LEAST_R2}"
+  return text.replace("-", "−")
 
 
 def _measured(rows: _Rows) -> Table:

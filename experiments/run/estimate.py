@@ -103,8 +103,9 @@ def estimate(
 def expected(seconds: float) -> str:
   """Says what `estimate` has found, in sentences."""
   return (
-    f"Expect about {in_words(seconds)} here, or less. The first time, programs "
-    "are compiled, which adds some seconds for each method, budget and length."
+    f"Expect about {in_words(seconds)} here, less if answers are short. The "
+    "first time, programs are compiled, which adds some seconds for each "
+    "method, budget and length."
   )
 
 

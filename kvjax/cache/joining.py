@@ -54,7 +54,8 @@ def group_caches(
       to a group.
 
   Raises:
-    InputError: `caches` is no list of caches, or one has been donated.
+    InputError: `caches` is no list of caches, one has been donated, or
+      `padding_nbytes` is no whole number of 0 or more.
 
   Examples:
     >>> import kvjax
@@ -70,6 +71,11 @@ def group_caches(
     [[0, 1, 2]]
   """
   _check_sequence(caches)
+  if not isinstance(padding_nbytes, int | np.integer) or padding_nbytes < 0:
+    raise InputError(
+      "padding_nbytes must be a whole number, 0 or more; "
+      f"{padding_nbytes!r} is not."
+    )
   equal: dict[Any, list[int]] = {}
   for index, cache in enumerate(caches):
     equal.setdefault(_join_key(cache), []).append(index)
@@ -220,27 +226,28 @@ def stack_with_room(caches: Sequence[Cache], tokens: int) -> Cache:
     InputError: see `stack`.
   """
   _check_sequence(caches)
+  if not caches:
+    raise InputError("There is no cache to join; give one or more.")
   if len(caches) == 1:
     return caches[0]
-  if caches:
-    largest = functools.reduce(_grown, caches)
-    if _all_fit(caches, largest):
-      if any(map(_needs_one_program, caches)):
-        return _concatenate(tuple(caches))
-      if tokens:
-        roomy = jax.eval_shape(lambda cache: cache.widen(tokens), largest)
-        largest = roomy if _all_fit(caches, roomy) else largest
-      leaves, structure = jax.tree.flatten(largest)
-      shapes = tuple((leaf.shape, jnp.dtype(leaf.dtype)) for leaf in leaves)
-      joined = _zeros(shapes=shapes, structure=structure, count=len(caches))
-      for place, cache in enumerate(caches):
-        joined = _write(joined, cache, np.int32(place))
-      return joined
-  raise InputError(
-    "Only caches of equally many rows, whose layers are of the same kinds and "
-    "fit the stacks of the largest, and that evict by the same plan while "
-    "decoding, can be joined; group them with kvjax.group_caches."
-  )
+  largest = functools.reduce(_grown, caches)
+  if not _all_fit(caches, largest):
+    raise InputError(
+      "Only caches of equally many rows, whose layers are of the same kinds "
+      "and fit the stacks of the largest, and that evict by the same plan "
+      "while decoding, can be joined; group them with kvjax.group_caches."
+    )
+  if any(map(_needs_one_program, caches)):
+    return _concatenate(tuple(caches))
+  if tokens:
+    roomy = jax.eval_shape(lambda cache: cache.widen(tokens), largest)
+    largest = roomy if _all_fit(caches, roomy) else largest
+  leaves, structure = jax.tree.flatten(largest)
+  shapes = tuple((leaf.shape, jnp.dtype(leaf.dtype)) for leaf in leaves)
+  joined = _zeros(shapes=shapes, structure=structure, count=len(caches))
+  for place, cache in enumerate(caches):
+    joined = _write(joined, cache, np.int32(place))
+  return joined
 
 
 def _all_fit(caches: Sequence[Cache], shapes: Cache) -> bool:

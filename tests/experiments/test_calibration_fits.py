@@ -178,6 +178,10 @@ def test_the_summary_holds_means_by_task(fitted):
   assert rules.lines[0][-1] == "1.00"
   assert kept.lines[0] == ["NLL of the context", "0.70", "2.70"]
   assert needed.lines[1][0] == quality.lines[1][0] == "keydiff"
+  # The qualities of a task that are all but equal.
+  row = summary["rows"][0]
+  row["r2"] = {**dict(row["r2"]), "hard": -1.9e10}
+  assert tables.tables(summary)[2].lines[0][-1] == "< −10"
 
 
 def test_the_papers_rule_needs_no_other_contexts():

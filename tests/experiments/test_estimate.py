@@ -193,5 +193,5 @@ def test_times_are_rounded_to_one_digit(seconds, text):
 
 def test_an_estimate_says_what_it_leaves_out():
   said = estimate.expected(57.0)
-  assert said.startswith("Expect about 1 min here, or less. The first time, ")
+  assert said.startswith("Expect about 1 min here, less if answers are s")
   assert "are compiled, which adds some seconds for each method" in said

@@ -13,6 +13,10 @@ def test_runs_become_one_leaderboard(run_binary, tmp_path):
   make_record(answers, tmp_path / "runs" / "c")
   (tmp_path / "runs" / "c" / "summary.json").unlink()
   output, kvpress = tmp_path / "new" / "board", tmp_path / "kvpress"
+  output.mkdir(parents=True)
+  # One plot of an earlier leaderboard, and one of somebody's own.
+  for name in ("leaderboard_3.png", "leaderboard_talk.png"):
+    (output / name).touch()
   result = run_binary(
     "kvjax.experiments.leaderboard",
     tmp_path / "runs" / "a",
@@ -31,6 +35,9 @@ def test_runs_become_one_leaderboard(run_binary, tmp_path):
   # By budget, and every number, of both runs.
   assert board.count("| full |") == 4
   assert (output / "leaderboard.html").read_text().count("</table>") == 4
+  assert {path.name for path in output.glob("*.png")} == {
+    "leaderboard_1.png", "leaderboard_2.png", "leaderboard_talk.png"
+  }  # fmt: skip
   assert {path.name for path in kvpress.iterdir()} == {
     "kvjax_ruler__512__tiny__no_press__0.00",
     "kvjax_ruler__512__tiny__no_press__0.00__whole_prompt",

@@ -151,6 +151,18 @@ REFUSED = {
     lambda: kvjax.group_caches([1, 2]),
     r"given as a list of kvjax.Cache, .* not as \[1, 2\]",
   ),
+  "no_cache_to_join": (
+    lambda: kvjax.stack([]),
+    "There is no cache to join; give one or more",
+  ),
+  "a_text_for_padding_of_groups": (
+    lambda: kvjax.group_caches([CACHE], padding_nbytes="a"),
+    "padding_nbytes must be a whole number, 0 or more; 'a' is not",
+  ),
+  "less_than_no_padding_of_groups": (
+    lambda: kvjax.group_caches([CACHE], -1),
+    "padding_nbytes must be a whole number, 0 or more; -1 is not",
+  ),
   "nothing_for_budgets": (
     lambda: kvjax.PerLayer(None),
     "budget per layer is a list of budgets, .* not None",

@@ -154,8 +154,8 @@ def _length(path: pathlib.Path, file: RowFile) -> int:
     if name.isdecimal():
       return int(name)
   raise InputError(
-    f"{file} stands in no folder that is named after the samples' length, such "
-    "as 4096."
+    f"{file} stands in no folder that is named after its samples' length in "
+    "tokens; move it into one, such as 4096."
   )
 
 

@@ -271,7 +271,7 @@ def test_places_without_samples_are_refused(samples, tmp_path):
     ruler_files.load(tmp_path)
   row = old(samples["vt"])
   write(tmp_path / "short" / "vt.jsonl", [row])
-  with pytest.raises(InputError, match="no folder that is named after"):
+  with pytest.raises(InputError, match="move it into one, such as 4096"):
     ruler_files.load(tmp_path / "short")
   write(tmp_path / "4096" / "vt.jsonl", [])
   with pytest.raises(InputError, match="holds no samples; of those asked"):
