@@ -2,7 +2,7 @@
 
 import pathlib
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import rich.console
@@ -36,10 +36,14 @@ class _Report:
     self._console.print(f"\n{text}", style="bold", markup=False)
     self._parts: list[str | Table] = [f"# {formats.escaped(text)}"]
 
-  def say(self, text: str) -> None:
+  def say(self, text: str, soft_wrap: bool = False) -> None:
     text = sending.named(text)
-    self._console.print(text, markup=False)
+    self._console.print(text, markup=False, soft_wrap=soft_wrap)
     self._parts.append(formats.escaped(text))
+
+  def say_command(self, before: str, arguments: Sequence[str]) -> None:
+    """Says a line that a shell takes, without breaks."""
+    self.say(before + shlex.join(arguments), soft_wrap=True)
 
   def say_once(self, text: str) -> None:
     if formats.escaped(text) not in self._parts:
@@ -112,10 +116,10 @@ def call(
   data: _Data = []
   for program in programs.chosen(experiment.programs, given):
     module, *arguments = programs.command(program, folder, given)
-    line = shlex.join([module, *arguments])
-    report.say(f"python -m {line}")
+    command = [module, *arguments]
+    report.say_command("python -m ", command)
     children.run_or_exit(module, arguments)
-    data.append({"part": program.name, "command": line})
+    data.append({"part": program.name, "command": shlex.join(command)})
   report.conclude(experiment, folder, data)
 
 
@@ -125,12 +129,26 @@ def foresee_call(
   folder: pathlib.Path,
   console: rich.console.Console,
 ) -> None:
-  """Says which programs an experiment would run; arguments as for `call`."""
+  """Says which programs an experiment would run, and what they cost.
+
+  Nothing says what a program costs that reads what another one writes.
+
+  Args:
+    experiment: see `call`, like the others.
+    given: the user's flags.
+    folder: output folder.
+    console: for the commands.
+
+  Raises:
+    SystemExit: a program refused its flags, with its own message.
+  """
   report = _Report(experiment, console)
   report.say_minutes(experiment)
   for program in programs.chosen(experiment.programs, given):
-    line = shlex.join(programs.command(program, folder, given))
-    report.say(f"It would run python -m {line}")
+    module, *arguments = programs.command(program, folder, given)
+    report.say_command("It would run python -m ", [module, *arguments])
+    if programs.has_dry_run(program):
+      children.run_or_exit(module, [*arguments, "--dry_run"])
 
 
 def foresee(

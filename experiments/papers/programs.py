@@ -39,7 +39,7 @@ def tau_of(model: str) -> float:
 def command(
   program: Program, folder: pathlib.Path, given: Mapping[str, str]
 ) -> list[str]:
-  """Builds module and flags; the user's flags override those set here.
+  """Builds module and flags; the user's flags replace those set here.
 
   Without a model of the user's, the programs ask the reference model.
   """
@@ -47,14 +47,26 @@ def command(
   scaled = program.small if model is None else program.paper
   names = {"folder": folder, "tau": tau_of(model or "")}
   values = {"model": run_inputs.REFERENCE, **given}
-  model_and_user_flags = [
-    f"--{name}={values[flag]}"
+  model_and_user_flags = {
+    f"--{name}": values[flag]
     for flag, name in program.takes.items()
     if flag in values
+  }
+  fixed = [
+    argument.format(**names)
+    for argument in (*program.arguments, *scaled)
+    if argument.partition("=")[0] not in model_and_user_flags
   ]
   return [
     f"kvjax.experiments.{program.module}",
     f"--output={folder / program.name}",
-    *(argument.format(**names) for argument in (*program.arguments, *scaled)),
-    *model_and_user_flags,
+    *fixed,
+    *(f"{name}={value}" for name, value in model_and_user_flags.items()),
   ]
+
+
+def has_dry_run(program: Program) -> bool:
+  """Whether it can say what it costs before the experiment's others ran."""
+  arguments = (*program.arguments, *program.paper, *program.small)
+  reads_theirs = any("{folder}" in argument for argument in arguments)
+  return program.module == "calibrate" and not reads_theirs
