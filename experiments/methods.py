@@ -24,7 +24,13 @@ from kvjax.experiments.inputs import plugin_inputs
 from kvjax.options.bounds import choices_of
 from kvjax.registry.names import get_recipe, get_retrieval, split_prefixes
 from kvjax.registry.parsing import owners_of, unknown
-from kvjax.registry.registry import METHODS, RETRIEVALS, Entry, Recipe
+from kvjax.registry.registry import (
+  METHODS,
+  RETRIEVALS,
+  Entry,
+  Recipe,
+  load_plugins,
+)
 from kvjax.registry.wrappers import WRAPPERS
 
 flags.adopt_module_key_flags(plugin_inputs)
@@ -39,6 +45,7 @@ _LEGEND = (
 
 def main(names: Sequence[str]) -> None:
   """Prints the list, or what is to be known of some methods."""
+  load_plugins()
   pages = [page(name) for name in names]
   print("\n\n".join(pages) if pages else listing())
 

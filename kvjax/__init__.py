@@ -75,6 +75,7 @@ from kvjax.registry.names import get_retrieval as get_retrieval
 from kvjax.registry.registry import Recipe as Recipe
 from kvjax.registry.registry import register as register
 from kvjax.registry.retrieval import register_retrievals as _register_retrievals
+from kvjax.registry.wrappers import register_prefix as register_prefix
 from kvjax.repeat_request import RepeatRequest as RepeatRequest
 from kvjax.retrieval.sparse_attention import SparseAttention as SparseAttention
 

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
+from unittest import mock
 
 import numpy as np
 import page_commands
@@ -15,6 +16,7 @@ import safetensors.numpy
 import scoring
 
 import kvjax
+from kvjax.registry.wrappers import WRAPPERS
 from kvjax.testing import TinyModel
 from kvjax.testing.checks import all_activations
 
@@ -329,12 +331,54 @@ def test_a_retrieval_method_is_measured(tmp_path, shell):
 def test_an_allocation_counts_by_layer():
   ((_, code),) = blocks(section("Spread a budget your own way"))
   names = {}
-  exec(code, names)
+  with mock.patch.dict(WRAPPERS):
+    exec(code, names)
   model = TinyModel(kvjax.Geometry.uniform(2, 4, 2, 8, 64))
   prompts = kvjax.Prompts.of([list(range(24)), list(range(11))])
   cache, _ = kvjax.prefill(model, model.init(), prompts, names["plan"])
   assert cache.lengths[:, :, 0].tolist() == [[8, 8], [4, 4]]
   assert [cache.layer(layer).capacity for layer in range(2)] == [8, 4]
+
+
+AROUND = "Change what methods keep"
+
+
+def write_around(folder):
+  """Writes the recipe's file; returns its check."""
+  (file, method), (_, check) = blocks(section(AROUND))
+  (folder / file).write_text(method)
+  return check
+
+
+def test_a_method_around_others_passes_its_check(tmp_path):
+  done = run_in(tmp_path, "-c", write_around(tmp_path))
+  assert (done.returncode, done.stdout) == (0, ""), done.stderr
+
+
+@pytest.mark.slow
+def test_a_method_around_others_is_compared(tmp_path, shell):
+  write_around(tmp_path)
+  shell(AROUND)
+  table = (tmp_path / "results/demo/table.md").read_text()
+  assert "| valued/snapkv |" in table
+
+
+def test_values_count_as_in_the_paper():
+  """By a loop over tokens, on what SnapKV's window attends to."""
+  (_, code), _ = blocks(section(AROUND))
+  names = {}
+  with mock.patch.dict(WRAPPERS):
+    exec(code, names)
+  seen = all_activations(0, [24], 24)
+  inner = kvjax.get_method("snapkv:window=6:kernel=1")
+  scores = np.asarray(scoring.evaluate(names["Valued"](inner, 2.0), seen)[0])
+  plain = np.asarray(scoring.evaluate(inner, seen)[0], float)
+  values = np.asarray(seen.values[0], float)
+  for place in np.ndindex(*plain.shape):
+    norm = sum(abs(value) for value in values[place])
+    assert scores[place] == pytest.approx(plain[place] * norm**2, rel=1e-5)
+  with pytest.raises(kvjax.InputError, match="multiplies attention"):
+    names["Valued"](kvjax.get_method("keydiff"))
 
 
 def test_programs_run_on_a_model(tmp_path, monkeypatch):

@@ -5,6 +5,7 @@ from absl import flags
 PLUGINS = flags.DEFINE_list(
   "plugins",
   None,
-  "Python files of your own that register methods by kvjax.register, or "
-  "families of models by kvjax.models.register.",
+  "Python files of your own that register methods by kvjax.register, what "
+  "stands before methods by kvjax.register_prefix, or families of models by "
+  "kvjax.models.register.",
 )

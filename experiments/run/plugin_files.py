@@ -15,6 +15,7 @@ from kvjax import files
 from kvjax.errors import InputError
 from kvjax.models import other_families
 from kvjax.registry.registry import METHODS, RETRIEVALS
+from kvjax.registry.wrappers import WRAPPERS
 
 # Begins the names of their modules, which end with a digest of the content.
 _PACKAGE = "kvjax_plugins."
@@ -77,7 +78,7 @@ def _run(path: pathlib.Path) -> None:
 
 
 def _registered() -> set[str]:
-  return {*METHODS, *RETRIEVALS, *other_families.LOADS}
+  return {*METHODS, *RETRIEVALS, *WRAPPERS, *other_families.LOADS}
 
 
 def origins(value: object) -> Iterator[str]:

@@ -19,6 +19,7 @@ from kvjax.kernels.quantized import Quantized
 from kvjax.options.budgets import Retention, Tokens
 from kvjax.options.schedules import Schedule
 from kvjax.registry.registry import METHODS, RETRIEVALS, recipe_of
+from kvjax.registry.wrappers import WRAPPERS
 from kvjax.struct import STRUCTS, class_name, current_name, make
 
 # Classes that are saved by their fields, besides `STRUCTS` and registered
@@ -91,6 +92,7 @@ def _known() -> Mapping[str, type]:
     *_PARTS,
     *(type(recipe_of(made).method) for made in METHODS.all_made()),
     *(type(made) for made in RETRIEVALS.all_made()),
+    *(wrapper.outer for wrapper in WRAPPERS.values()),
   ]
   return STRUCTS | {class_name(cls): cls for cls in classes}
 

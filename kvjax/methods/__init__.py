@@ -1,6 +1,7 @@
 """Eviction methods, one file each."""
 
 from kvjax.heads import Head as Head
+from kvjax.methods.around import Around as Around
 from kvjax.methods.base import LayerBudget as LayerBudget
 from kvjax.methods.base import Method as Method
 from kvjax.methods.base import ScoringMethod as ScoringMethod

@@ -28,7 +28,13 @@ from kvjax.registry.parsing import (
   unknown,
   with_options,
 )
-from kvjax.registry.registry import METHODS, RETRIEVALS, Recipe, recipe_of
+from kvjax.registry.registry import (
+  METHODS,
+  RETRIEVALS,
+  Recipe,
+  load_plugins,
+  recipe_of,
+)
 from kvjax.registry.wrappers import WRAPPERS, wrap
 from kvjax.retrieval.base import Retrieval
 from kvjax.retrieval.sparse_attention import SparseAttention
@@ -58,6 +64,8 @@ def get_recipe(name: str) -> Recipe:
     raise unknown(path, ())
   before, last = split_prefixes(name.strip())
   names = [text.partition(":")[0] for text in before]
+  if not WRAPPERS.keys() >= {*names}:
+    load_plugins()  # They may be of installed packages.
   kinds = collections.Counter(
     text.partition(".")[0] for text in names if text in WRAPPERS
   )
@@ -272,7 +280,9 @@ def _is_retrieval(name: str) -> bool:
   # these signs.
   if (slash and base in WRAPPERS) or METHODS.find(base) is not None:
     return False
-  if "@" in kept or RETRIEVALS.find(base) is not None:
+  # By now, the prefixes of installed packages are known as well.
+  is_budgeted = "@" in kept and base not in WRAPPERS
+  if is_budgeted or RETRIEVALS.find(base) is not None:
     return True
   if not slash:
     known = [*METHODS, *METHODS.presets, *RETRIEVALS, *RETRIEVALS.presets]

@@ -175,16 +175,42 @@ def register(
 
 def _check_name(name: Any, make: object) -> None:
   """Refuses a name that cannot be written, or is that of something else."""
-  if not isinstance(name, str) or not _NAME.fullmatch(name):
-    raise InputError(
-      "A method's name has lower-case letters, digits and underscores and "
-      f"begins with a letter; {name!r} does not fit."
-    )
+  check_spelling("A method's name", name)
   if name in PREFIXES:
     raise InputError(
       f"{name!r} is written before a method's name, as in {name}/keydiff; "
       "register yours under another name."
     )
+  check_no_method(name, make)
+
+
+def check_spelling(what: str, name: Any) -> None:
+  """Refuses a name that cannot be written on a command line.
+
+  Args:
+    what: what it is, for the message.
+    name: the name.
+
+  Raises:
+    InputError: it cannot.
+  """
+  if not isinstance(name, str) or not _NAME.fullmatch(name):
+    raise InputError(
+      f"{what} has lower-case letters, digits and underscores and begins with "
+      f"a letter; {name!r} does not fit."
+    )
+
+
+def check_no_method(name: str, make: object) -> None:
+  """Refuses the name of another method.
+
+  Args:
+    name: the name.
+    make: what is registered, which may replace itself.
+
+  Raises:
+    InputError: there is one.
+  """
   for kind in (METHODS, RETRIEVALS):
     # Not by `kind[name]`, which would load the plug-ins before kvjax itself.
     taken = kind._entries.get(name)

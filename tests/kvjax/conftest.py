@@ -1,8 +1,11 @@
 """Fixtures of several files."""
 
+from unittest import mock
+
 import pytest
 
 from kvjax.registry.registry import METHODS, RETRIEVALS
+from kvjax.registry.wrappers import WRAPPERS
 
 
 @pytest.fixture
@@ -11,3 +14,5 @@ def registry(monkeypatch):
   for names in (METHODS, RETRIEVALS):
     list(names)  # plug-ins stay
     monkeypatch.setattr(names, "_entries", dict(names._entries))
+  with mock.patch.dict(WRAPPERS):
+    yield

@@ -151,6 +151,18 @@ REFUSED = {
     lambda: kvjax.group_caches([1, 2]),
     r"given as a list of kvjax.Cache, .* not as \[1, 2\]",
   ),
+  "a_number_for_a_prefix": (
+    lambda: kvjax.register_prefix(5, kvjax.methods.Around),
+    "has lower-case letters, .* 5 does not fit",
+  ),
+  "a_class_of_something_else_before_methods": (
+    lambda: kvjax.register_prefix("mine", dict),
+    "is a class of .*Around or of .*Allocation; .*dict.* is not",
+  ),
+  "a_method_for_its_class_before_methods": (
+    lambda: kvjax.register_prefix("mine", kvjax.get_method("rerotate/tova")),
+    r"is a class of .*; Rerotated\(.* is not",
+  ),
   "no_cache_to_join": (
     lambda: kvjax.stack([]),
     "There is no cache to join; give one or more",

@@ -52,9 +52,17 @@ def test_everything_works_with_them(run, tmp_path):
   with pytest.raises(
     kvjax.InputError, match=r"LastVotes, which is not known.*not registered"
   ):
-    kvjax.load_cache(tmp_path / "going_on", model=model, model_id="tiny")
+    kvjax.load_cache(tmp_path / "going_on_0", model=model, model_id="tiny")
+  with pytest.raises(kvjax.InputError, match="Flipped, which is not known"):
+    kvjax.load_cache(tmp_path / "going_on_1", model=model, model_id="tiny")
   with pytest.raises(kvjax.InputError, match="no method 'last_votes'"):
     kvjax.get_plan("last_votes", kvjax.Tokens(9))
+
+
+def test_a_prefix_of_a_package_may_be_asked_for_first(run):
+  code = "print(kvjax.get_plan('flipped/keydiff', 0.5).method.over.anchor)"
+  done = run("-c", f"import kvjax; {code}")
+  assert done.stdout == "mean_unit\n", done.stderr
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ PROMPTS = kvjax.Prompts.of(
 )
 QUESTIONS = kvjax.Prompts.of([[5, 6], [7]])
 DECODING = kvjax.Decoding(8)
-NAMES = ["last_votes:window=4", "mean_query.near:sinks=1"]
+NAMES = ["last_votes:window=4", "mean_query.near:sinks=1", "flipped/keydiff"]
 
 
 def lengths(cache):
@@ -32,7 +32,7 @@ def main(folder: str) -> None:
   """Sweeps, answers, saves, loads, goes on, and calibrates."""
   plans = [kvjax.get_plan(name, kvjax.Tokens(12)) for name in NAMES]
   caches, _ = kvjax.sweep(MODEL, PARAMS, PROMPTS, plans)
-  assert [lengths(cache) for cache in caches] == [[12, 12], [60, 41]]
+  assert [lengths(cache) for cache in caches] == [[12, 12], [60, 41], [12, 12]]
   identity = {"model": MODEL, "model_id": "tiny"}
   found = kvjax.generate(MODEL, PARAMS, caches, QUESTIONS, DECODING)
   for number, (cache, answer) in enumerate(zip(caches, found, strict=True)):
@@ -42,15 +42,16 @@ def main(folder: str) -> None:
     assert again.rows() == answer.rows()
 
   schedule = kvjax.Schedule(block=16, every=4)
-  plan = kvjax.get_plan(NAMES[0], kvjax.Tokens(12), schedule=schedule)
-  cache, _ = kvjax.prefill(MODEL, PARAMS, PROMPTS, plan)
-  kvjax.save_cache(cache, f"{folder}/going_on", **identity)
-  cache = kvjax.load_cache(f"{folder}/going_on", **identity)
-  assert cache.plan == plan
-  cache = kvjax.generate(
-    MODEL, PARAMS, kvjax.reserve(cache, 48), QUESTIONS, DECODING, keep=True
-  ).cache
-  assert max(lengths(cache)) <= 12 + 4
+  for number, name in enumerate((NAMES[0], NAMES[2])):
+    plan = kvjax.get_plan(name, kvjax.Tokens(12), schedule=schedule)
+    cache, _ = kvjax.prefill(MODEL, PARAMS, PROMPTS, plan)
+    kvjax.save_cache(cache, f"{folder}/going_on_{number}", **identity)
+    cache = kvjax.load_cache(f"{folder}/going_on_{number}", **identity)
+    assert cache.plan == plan
+    cache = kvjax.generate(
+      MODEL, PARAMS, kvjax.reserve(cache, 48), QUESTIONS, DECODING, keep=True
+    ).cache
+    assert max(lengths(cache)) <= 12 + 4
 
   triples = kvjax.Triples(
     np.array([0.2, 0.5, 0.8]), np.full(3, 4.0), np.array([0.5, 0.8, 0.95])

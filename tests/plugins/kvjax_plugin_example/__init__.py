@@ -1,7 +1,8 @@
-"""An eviction method and a retrieval method of another package."""
+"""Methods of another package: to evict, to retrieve and around others."""
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
@@ -45,6 +46,26 @@ class LastVotes(kvjax.methods.ScoringMethod):
 
 
 @dataclasses.dataclass(frozen=True)
+class Flipped(kvjax.methods.Around):
+  """Keeps the tokens with the lowest scores of another method."""
+
+  @property
+  def traits(self) -> kvjax.methods.Traits:
+    """Those of the method, but its scores are no weights any more."""
+    return dataclasses.replace(self.over.traits, weighs=False)
+
+  def evaluate(
+    self,
+    layer: Int[Array, ""],
+    cache: kvjax.LayerCache,
+    activations: kvjax.Activations,
+  ) -> PyTree[Array]:
+    """Computes the scores with the other sign."""
+    scores = self.over.evaluate(layer, cache, activations)
+    return jax.tree.map(jnp.negative, scores)
+
+
+@dataclasses.dataclass(frozen=True)
 class MeanQuery(kvjax.retrieval.Retrieval):
   """Reads the keys nearest to the mean of a group's queries."""
 
@@ -68,7 +89,8 @@ class MeanQuery(kvjax.retrieval.Retrieval):
 
 
 def register() -> None:
-  """Registers the retrieval method under its name, with a preset."""
+  """Registers the others under their names, with a preset."""
+  kvjax.register_prefix("flipped", Flipped, summary="what would be dropped")
   kvjax.register(
     "mean_query",
     MeanQuery,
