@@ -11,6 +11,7 @@ from kvjax.cache.layers import LayerCache
 from kvjax.errors import InputError
 from kvjax.labels import name_of
 from kvjax.methods.base import LayerBudget, Method
+from kvjax.methods.traits import Traits
 from kvjax.model import Geometry
 
 
@@ -83,7 +84,15 @@ def refuse_joined(prefix: str, over: Method) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Around(Using):
-  """Selects what another method selects, to which something else happens."""
+  """Selects what another method selects, to which something else happens.
+
+  By default nothing: a subclass overrides what it changes.
+  """
+
+  @property
+  def traits(self) -> Traits:
+    """The method's traits."""
+    return self.over.traits
 
   @property
   def allocation(self) -> Allocation:

@@ -158,7 +158,7 @@ def register(
     Newest()
   """
   _check_name(name, make)
-  _check_options(make)
+  check_options(make)
   presets = _checked_presets(presets)
   made = _make_all(name, make, presets)
   names: Names[Any] = RETRIEVALS if isinstance(made[0], Retrieval) else METHODS
@@ -274,8 +274,12 @@ def same_definition(one: Any, other: Any) -> bool:
   )
 
 
-def _check_options(make: Any) -> None:
-  """Refuses a class whose annotated fields are no options."""
+def check_options(make: Any) -> None:
+  """Refuses a class whose annotated fields are no options.
+
+  Raises:
+    InputError: it has such fields.
+  """
   if not isinstance(make, type):
     return
   kinds = inspect.get_annotations(make).values()

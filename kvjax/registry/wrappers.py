@@ -1,6 +1,7 @@
 """Names that are put before a method's name and a slash."""
 
 import dataclasses
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,6 +24,7 @@ from kvjax.registry.registry import (
   PREFIXES,
   Recipe,
   check_no_method,
+  check_options,
   check_spelling,
   same_definition,
 )
@@ -115,9 +117,7 @@ def register_prefix(
     >>> import dataclasses, kvjax
     >>> @dataclasses.dataclass(frozen=True)
     ... class Same(kvjax.methods.Around):
-    ...   @property
-    ...   def traits(self):
-    ...     return self.over.traits
+    ...   pass
     >>> kvjax.register_prefix("same_example", Same, summary="changes nothing")
     >>> kvjax.get_method("same_example/tova")
     Same(over=Tova(scope='layer', protect_last=False))
@@ -143,11 +143,11 @@ def _check_outer(outer: Any) -> None:
       "What stands before methods is a class of kvjax.methods.Around or of "
       f"kvjax.allocation.Allocation; {outer!r} is not."
     )
+  check_options(outer)
   name, fields = outer.__name__, _fields(outer)
-  if "__dataclass_fields__" not in vars(outer):
-    raise InputError(
-      f"Write @dataclasses.dataclass(frozen=True) before the class {name}."
-    )
+  if inspect.isabstract(outer):
+    unwritten = ", ".join(sorted(outer.__abstractmethods__))
+    raise InputError(f"{name} lacks what each such class defines: {unwritten}.")
   missing = [
     field
     for field, has_default in fields.items()

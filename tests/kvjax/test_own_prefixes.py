@@ -89,6 +89,19 @@ def test_a_method_around_others_changes_what_they_keep():
   )
 
 
+class Same(Around):
+  """Changes nothing."""
+
+
+def test_a_method_around_others_changes_nothing_by_itself():
+  kvjax.register_prefix("same", Same)
+  for name in ("snapkv:window=4", "lagkv:sinks=2:lag=4", "adakv:window=4"):
+    inner = kvjax.get_plan(name, kvjax.Tokens(8)).method
+    assert Same(inner).traits == inner.traits
+    assert Same(inner).allocation == inner.allocation
+  assert kept("same/snapkv:window=4") == kept("snapkv:window=4")
+
+
 def test_an_allocation_spreads_anew_or_on():
   kvjax.register_prefix("lower", Lower)
   kvjax.register_prefix("halved", Halved)
@@ -121,6 +134,11 @@ class Undecorated(Around):
   size: int = 3
 
 
+@dataclasses.dataclass(frozen=True)
+class Uncounted(Allocation):
+  """An allocation that counts nothing."""
+
+
 @pytest.mark.parametrize(
   ("name", "outer", "said"),
   [
@@ -131,7 +149,8 @@ class Undecorated(Around):
     ("ada", Flipped, "ada/ is there already"),
     ("mine", Needy, "Options of Needy need defaults: size"),
     ("mine", Alone, "gets the method behind its name as the field 'over'"),
-    ("mine", Undecorated, r"Write @dataclasses.dataclass\(frozen=True\) befo"),
+    ("mine", Undecorated, "has fields that are no options; write @data"),
+    ("mine", Uncounted, "lacks what each such class defines: counts"),
   ],
 )
 def test_what_cannot_stand_before_methods_is_refused(name, outer, said):
