@@ -345,9 +345,10 @@ def test_bytes_count_what_is_remembered():
 def test_what_cannot_be_joined_is_refused():
   one, _ = prefill("h2o", kvjax.Schedule())
   other, _ = prefill("h2o", kvjax.Schedule(every=1))
-  for caches in ([], [one, other]):
-    with pytest.raises(InputError, match="Only caches of equally many rows"):
-      kvjax.stack(caches)
+  with pytest.raises(InputError, match="There is no cache to join"):
+    kvjax.stack([])
+  with pytest.raises(InputError, match="Only caches of equally many rows"):
+    kvjax.stack([one, other])
 
 
 @pytest.mark.slow
