@@ -131,11 +131,11 @@ def foresee_call(
 ) -> None:
   """Says which programs an experiment would run, and what they cost.
 
-  Nothing says what a program costs that reads what another one writes.
+  What a program costs that reads what another one writes is not said.
 
   Args:
-    experiment: see `call`, like the others.
-    given: the user's flags.
+    experiment: an experiment whose parts are all programs.
+    given: the user's flags by name.
     folder: output folder.
     console: for the commands.
 

@@ -15,7 +15,7 @@ from kvjax.cache.base import Layer
 from kvjax.cache.cache import Cache, check_not_donated
 from kvjax.cache.sharding import shard_stack
 from kvjax.errors import InputError
-from kvjax.options.bounds import check_count
+from kvjax.options.bounds import check_count, check_whole
 from kvjax.placement import is_on_host
 
 
@@ -71,11 +71,7 @@ def group_caches(
     [[0, 1, 2]]
   """
   _check_sequence(caches)
-  if not isinstance(padding_nbytes, int | np.integer) or padding_nbytes < 0:
-    raise InputError(
-      "padding_nbytes must be a whole number, 0 or more; "
-      f"{padding_nbytes!r} is not."
-    )
+  check_whole("padding_nbytes", padding_nbytes, 0)
   equal: dict[Any, list[int]] = {}
   for index, cache in enumerate(caches):
     equal.setdefault(_join_key(cache), []).append(index)

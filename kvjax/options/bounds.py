@@ -50,6 +50,20 @@ def check_count(name: str, value: object, least: int = 1) -> None:
   Raises:
     InputError: it is not; the message names it.
   """
+  number = check_whole(name, value, least)
+  if number >= 2**31:
+    raise InputError(f"{name} must be below {2**31}; {number} is not.")
+
+
+def check_whole(name: str, value: object, least: int) -> int:
+  """Refuses what is not a whole number of at least `least`.
+
+  Returns:
+    The number.
+
+  Raises:
+    InputError: it is not; the message names it.
+  """
   try:
     # NumPy's integers pass, floats do not.
     number = operator.index(value)  # type: ignore[arg-type]
@@ -61,8 +75,7 @@ def check_count(name: str, value: object, least: int = 1) -> None:
     raise InputError(
       f"{name} must be a whole number, {least} or more; {value!r} is not."
     )
-  if number >= 2**31:
-    raise InputError(f"{name} must be below {2**31}; {number} is not.")
+  return number
 
 
 def check_number(name: str, value: object) -> None:

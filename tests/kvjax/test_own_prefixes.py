@@ -102,6 +102,28 @@ def test_a_method_around_others_changes_nothing_by_itself():
   assert kept("same/snapkv:window=4") == kept("snapkv:window=4")
 
 
+@dataclasses.dataclass(frozen=True)
+class Voting(Flipped):
+  """Selects by the flipped scores what heads have by the others."""
+
+  @property
+  def votes(self):
+    return self.over
+
+
+def test_heads_compete_by_what_a_method_around_others_says():
+  kvjax.register_prefix("flipped", Flipped)
+  kvjax.register_prefix("voting", Voting)
+
+  def sizes(name):
+    return [[[*map(len, layer)] for layer in row] for row in kept(name)]
+
+  assert sizes("ada/voting/keydiff") == sizes("ada/keydiff")
+  assert kept("ada/voting/keydiff") != kept("ada/keydiff")
+  with pytest.raises(kvjax.InputError, match="flipped/keydiff has neither"):
+    kvjax.get_plan("ada/flipped/keydiff", 0.5)
+
+
 def test_an_allocation_spreads_anew_or_on():
   kvjax.register_prefix("lower", Lower)
   kvjax.register_prefix("halved", Halved)

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 
 import pytest
 import rich.console
@@ -121,8 +122,7 @@ def test_documents_are_those_of_longbench_if_they_are_given(tmp_path):
   assert modules(zero_shot) == ["calibrate", "evaluate"]
   assert any(flag.endswith("qa_1,qa_2") for flag in zero_shot[0])
   assert "--benchmark=longbench" in zero_shot[1]
-  # The last one counts.
-  assert [flag for flag in zero_shot[1] if "--tau" in flag][-1] == "--tau=0.8"
+  assert [f for f in zero_shot[1] if "--tau" in f] == ["--tau=0.8"]
   trials = commands("E3.6", tmp_path, trials="True", seed="3", **given)[-1]
   assert trials[:4] == [
     "kvjax.experiments.trials",
@@ -176,3 +176,42 @@ def test_programs_know_the_flags_that_they_are_called_with(
           if flag == "--":
             break  # The rest are flags of evaluate, as those of E3.6.
           assert flag[2:].partition("=")[0] in known, (module, flag)
+
+
+@pytest.mark.parametrize(
+  ("name", "of"),
+  [
+    ("E3.5", ["calibrate"]),
+    # The others read what these write.
+    ("E3.6", ["calibrate"]),
+    ("E3.7", []),
+    ("E4.6", []),
+  ],
+)
+def test_a_dry_run_says_which_programs_would_run_and_what_they_cost(
+  name, of, tmp_path, monkeypatch
+):
+  ran = called(monkeypatch, [0] * len(of))
+  experiment = EXPERIMENTS[name]
+  # Commands are longer than this, and have no breaks.
+  console = rich.console.Console(width=60, record=True)
+  execution.foresee_call(experiment, {"length": "64"}, tmp_path, console)
+  text = console.export_text()
+  assert f"about {experiment.minutes} minutes on two cores" in text
+  told = re.findall(r"It would run python -m (.*\S)", text)
+  assert len(told) == len(programs.chosen(experiment.programs, {}))
+  assert [line[0] for line in ran] == [f"kvjax.experiments.{m}" for m in of]
+  for line in ran:
+    assert line[-1] == "--dry_run"
+    assert shlex.join(line[:-1]) in told
+  assert not list(tmp_path.iterdir())
+
+
+def test_flags_of_the_user_replace_those_of_the_experiment(tmp_path):
+  given = {"model": "mine", "length": "64", "tau": "0.8"}
+  (curves,) = EXPERIMENTS["E3.5"].programs
+  flags = programs.command(curves, tmp_path, given)
+  for name, value in given.items():
+    assert [f for f in flags if f.startswith(f"--{name}=")] == [
+      f"--{name}={value}"
+    ]

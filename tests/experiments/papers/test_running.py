@@ -3,8 +3,6 @@
 import dataclasses
 import json
 import pathlib
-import re
-import shlex
 
 import pytest
 import rich.console
@@ -13,7 +11,7 @@ import kvjax
 from kvjax.errors import InputError
 from kvjax.experiments.benchmarks.ruler import generator
 from kvjax.experiments.inputs import run_inputs
-from kvjax.experiments.papers import execution, programs, running
+from kvjax.experiments.papers import execution, running
 from kvjax.experiments.papers.analyses import prompt_lengths
 from kvjax.experiments.papers.data_model import Analysis, Experiment, Key, Setup
 from kvjax.experiments.papers.registry import EXPERIMENTS
@@ -385,46 +383,3 @@ def test_without_a_stand_in_a_part_is_left_out(
   console = rich.console.Console(width=120, record=True)
   run(experiment(none), session, tmp_path, console)
   assert "Invented is left out" in console.export_text()
-
-
-@pytest.mark.parametrize(
-  ("name", "of"),
-  [
-    ("E3.5", ["calibrate"]),
-    # The others read what these write.
-    ("E3.6", ["calibrate"]),
-    ("E3.7", []),
-    ("E4.6", []),
-  ],
-)
-def test_a_dry_run_says_which_programs_would_run_and_what_they_cost(
-  name, of, tmp_path, monkeypatch
-):
-  ran = []
-  monkeypatch.setattr(
-    execution.children, "run", lambda *call: ran.append(call) or (0, "")
-  )
-  experiment = EXPERIMENTS[name]
-  console = rich.console.Console(width=2000, record=True)
-  execution.foresee_call(experiment, {"length": "64"}, tmp_path, console)
-  text = console.export_text()
-  assert f"about {experiment.minutes} minutes on two cores" in text
-  told = re.findall(r"It would run python -m (.*\S)", text)
-  assert len(told) == len(programs.chosen(experiment.programs, {}))
-  assert [module for module, _ in ran] == [
-    f"kvjax.experiments.{module}" for module in of
-  ]
-  for module, arguments in ran:
-    assert arguments[-1] == "--dry_run"
-    assert shlex.join([module, *arguments[:-1]]) in told
-  assert not list(tmp_path.iterdir())
-
-
-def test_flags_of_the_user_replace_those_of_the_experiment(tmp_path):
-  given = {"model": "mine", "length": "64", "tau": "0.8"}
-  (curves,) = EXPERIMENTS["E3.5"].programs
-  flags = programs.command(curves, tmp_path, given)
-  for name, value in given.items():
-    assert [f for f in flags if f.startswith(f"--{name}=")] == [
-      f"--{name}={value}"
-    ]
