@@ -31,14 +31,14 @@ def test_linked_files_exist():
 
 
 OWN, PART = "Add a method", "Make a method part of kvjax"
-RETRIEVAL = "Add a retrieval method"
+RETRIEVAL, AROUND = "Add a retrieval method", "Change what methods keep"
 # The folders that a new method of kvjax changes, and their imports.
 SOURCES = ("kvjax", "kernels", "models", "experiments")
 
 
-def write_own(folder):
-  """Writes the recipe's file; returns its check."""
-  (file, method), (_, check) = blocks(section(OWN))
+def write(folder, title):
+  """Writes the file of a recipe; returns its check."""
+  (file, method), (_, check) = blocks(section(title))
   (folder / file).write_text(method)
   return check
 
@@ -83,7 +83,7 @@ print(*(int(cache.lengths.sum()) for cache in caches))
 
 def test_a_method_takes_a_file(tmp_path):
   """Its name is then known to a sweep."""
-  done = run_in(tmp_path, "-c", f"{write_own(tmp_path)}{SWEEP}")
+  done = run_in(tmp_path, "-c", f"{write(tmp_path, OWN)}{SWEEP}")
   assert done.returncode == 0, done.stderr
   assert done.stdout == "10 10\n"
 
@@ -122,7 +122,7 @@ def shell(tmp_path):
 @pytest.mark.slow
 def test_the_method_is_compared_and_ranked(tmp_path, shell):
   """By the commands of the recipe, which read its file."""
-  write_own(tmp_path)
+  write(tmp_path, OWN)
   shell(OWN)
   ranked = (tmp_path / "results/leaderboard/leaderboard.md").read_text()
   assert {"big_values", "keydiff"} <= {
@@ -278,21 +278,14 @@ def test_a_method_scores_by_attention():
   np.testing.assert_allclose(scores[0], pooled.mean(axis=-1), rtol=1e-4)
 
 
-def write_retrieval(folder):
-  """Writes the recipe's file; returns its check."""
-  (file, method), (_, check) = blocks(section(RETRIEVAL))
-  (folder / file).write_text(method)
-  return check
-
-
 def test_a_retrieval_method_passes_its_check(tmp_path):
-  done = run_in(tmp_path, "-c", write_retrieval(tmp_path))
+  done = run_in(tmp_path, "-c", write(tmp_path, RETRIEVAL))
   assert (done.returncode, done.stdout) == (0, ""), done.stderr
 
 
 @pytest.mark.slow
 def test_a_retrieval_method_is_measured(tmp_path, shell):
-  write_retrieval(tmp_path)
+  write(tmp_path, RETRIEVAL)
   shell(RETRIEVAL)
   table = (tmp_path / "results/retrieval/table.md").read_text()
   assert "| key_signs | 32 tokens |" in table
@@ -310,24 +303,14 @@ def test_an_allocation_counts_by_layer():
   assert [cache.layer(layer).capacity for layer in range(2)] == [8, 4]
 
 
-AROUND = "Change what methods keep"
-
-
-def write_around(folder):
-  """Writes the recipe's file; returns its check."""
-  (file, method), (_, check) = blocks(section(AROUND))
-  (folder / file).write_text(method)
-  return check
-
-
 def test_a_method_around_others_passes_its_check(tmp_path):
-  done = run_in(tmp_path, "-c", write_around(tmp_path))
+  done = run_in(tmp_path, "-c", write(tmp_path, AROUND))
   assert (done.returncode, done.stdout) == (0, ""), done.stderr
 
 
 @pytest.mark.slow
 def test_a_method_around_others_is_compared(tmp_path, shell):
-  write_around(tmp_path)
+  write(tmp_path, AROUND)
   shell(AROUND)
   table = (tmp_path / "results/demo/table.md").read_text()
   assert "| valued/snapkv |" in table
